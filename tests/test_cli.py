@@ -23,7 +23,7 @@ from problems import machine
 
 import lp_jax
 from lp_jax import planning, train, viz
-from lp_jax.cli import _cost, _experiment, _methods, _models, _options, _report, _settings, main
+from lp_jax.cli import _cost, _errors, _experiment, _methods, _models, _options, _report, _settings, main
 from lp_jax.planning._schedule import count
 from lp_jax.planning._words import code
 from lp_jax.train._log import read_rows
@@ -143,10 +143,7 @@ PAIRS = {
 @pytest.mark.parametrize("text", PAIRS)
 def test_the_adjoint_follows_what_is_set(text):
     assert solvers(*text.split()) == PAIRS[text]
-
-
-def test_a_recurrent_network_has_defaults_of_its_own():
-    assert solvers(model=_models.GRU()) == (_models.CYCLES, _models.CYCLES)
+    assert text or solvers(model=_models.GRU()) == (_models.CYCLES, _models.CYCLES)  # a recurrent network's own
 
 
 def test_a_solver_of_the_user_is_named_by_its_module(cli, tmp_path, monkeypatch):
@@ -184,11 +181,44 @@ def test_a_file_gives_options_and_the_command_line_wins(tmp_path):
     assert given.solver == lp_jax.MGRIT(levels=3, iterations=1)
 
 
-def test_a_wrong_value_in_a_file_is_wrong_use(cli, tmp_path):
-    (tmp_path / "run.yaml").write_text("checkpoint_every: 0\n")
-    code, out, err = cli("train", "digits", "--config", tmp_path / "run.yaml", "--out", tmp_path / "run")
-    assert code == 2 and out == "" and "Not of type PositiveInt: 0" in one_line(err)
-    assert "lp-jax train digits --help" in err
+LAUGHS = "\n".join(["a0: &a0 []", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))])
+FILES = {
+    "a wrong value": ("checkpoint_every: 0", "--checkpoint_every: 0 is not above 0"),
+    "nothing": ("", "must hold options by name"),
+    "a list": ("[1, 2]", "must hold options by name"),
+    "numbered": ("3: 4", "must hold options by name"),
+    "no YAML": ("a: b: c", "cannot be read as YAML or JSON"),
+    "a class of number 3": ("solver: {class_path: 3}", "class_path must be a name"),
+    "options in a list": ("solver: {class_path: MGRIT, init_args: [1]}", "init_args options by name"),
+    "nine-fold aliases": (LAUGHS, "holds 10,000 values or more"),
+    "endless": ("a: &a [*a]", "cannot be read as YAML or JSON"),
+    "a folder that is none": ("out: {a: 1}", "--out"),
+    "a mesh of a list": ("mesh: [1, 2]", "--mesh"),
+    "a flag that is none": ("mpi: 17", "mpi must be true or false; got 17"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_anything_else_is_wrong_use(cli, tmp_path, name):
+    text, message = FILES[name]
+    (tmp_path / "run.yaml").write_text(text)
+    code, _, err = cli("train", "digits", "--config", tmp_path / "run.yaml", "--out", tmp_path / "run")
+    assert code == 2 and message in one_line(err)
+
+
+TOO_LARGE = {
+    "--width 10000000": "GiB of memory, and this machine has",
+    "--layers 2000000000 --devices 1000000000": "GiB of memory, and this machine has",
+    "--devices 9": "9 devices are needed and there are 8",
+}
+
+
+@pytest.mark.parametrize("options", TOO_LARGE)
+def test_what_does_not_fit_the_machine_is_refused_at_once(cli, tmp_path, options):
+    begun = time.monotonic()
+    code, _, err = cli("train", "digits", "--out", tmp_path / "run", *options.split())
+    assert code == 1 and TOO_LARGE[options] in err.splitlines()[-1]
+    assert time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize("solver", [lp_jax.MGRIT(levels=4), lp_jax.Picard(rtol=1e-3), lp_jax.MGRIT(relaxation="FCF")])
@@ -198,34 +228,54 @@ def test_short_form_of_a_solver_is_code(solver):
 
 WRONG = {
     "--layers 0": "--layers must be at least 1; got 0",
-    "--layers many": "--layers: Expected a <class 'int'>. Given value: many",
-    "--t1 0": "--t1 must be positive; got 0.0",
-    "--learning_rate 0": "--learning_rate must be positive",
+    "--layers many": "--layers: Expected a whole number. Got value: many",
+    "--layers 3000000000": "--layers must be at most 2147483647; got 3000000000",
+    "--seed 99999999999999": "--seed must be at most 2147483647",
+    "--t1 0": "--t1 must be positive and finite; got 0.0",
+    "--t1 1e400": "--t1 must be positive and finite; got inf",
+    "--learning_rate 0": "--learning_rate must be positive and finite",
     "--model transformer": "--model must be one of dense, conv; got 'transformer'",
     "--heads 2": "there is no option --heads.",
     "--solver MGRIT --solver.levels 0": "levels must be at least 1; got 0",
-    "--solver MGRIT --solver.levels two": "--solver: Expected a <class 'int'>. Got value: two",
+    "--solver MGRIT --solver.levels two": "--solver.levels: Expected a whole number. Got value: two",
+    "--solver MGRIT --solver.coarsest Picard --solver.coarsest.sweeps a": "--solver.coarsest.sweeps: Expected a whole number",
     "--solver MGRIT --solver.coarsening [4,1]": "coarsening must be at least 2; got 1",
     "--solver MGRIT --solver.relaxation CF": 'relaxation must be "F"',
     "--solver MGRIT --solver.cycle X": "cycle must be",
     "--solver MGRIT --solver.coarse_step.sweeps -1": "sweeps must be at least 1; got -1",
-    "--solver MGRIT --solver.coarse_step Nobody": "--solver: there is no solver 'Nobody'. It is MGRIT, Picard",
+    "--solver MGRIT --solver.coarse_step Nobody": "--solver.coarse_step: there is no class Nobody",
     "--adjoint_solver MGRIT --adjoint_solver.storage none": "storage must be",
     "--solver Picard --solver.levels 3": "--solver: Option 'levels' is not accepted",
     "--solver nowhere.Solver": "No module named 'nowhere'",
     "--spatial 2": "--spatial needs a solver with levels, like --solver MGRIT; got Picard",
     "--solver auto --adjoint_iterations 2": "--solver auto chooses the adjoint solver, too",
-    "--adjoint_iterations 0": "--adjoint_iterations: Not of type PositiveInt: 0 does not conform to restriction v>0",
-    "--log-every 0": "--log_every: Not of type PositiveInt: 0",
+    "--adjoint_iterations 0": "--adjoint_iterations: 0 is not above 0",
+    "--log-every 0": "--log_every: 0 is not above 0",
+    "--layers 8 --method nested --depths [3,8]": "each a multiple of the one before",
+    "--layers 8 --method nested --depths [2,4]": "end with the 8 layers of the network; got [2, 4]",
+    "--layers 8 --method nested --depths [8]": "--depths must have two numbers or more",
+    "--method nested --controller 0.3": "--controller goes with --method direct and one-shot",
+    "--depths [4,8]": "--depths goes with --method nested; got direct",
+    "--method annealing": "'direct', 'one-shot', 'nested'",
+    "--devices 2 --mesh layers=2": "give one of the two",
+    "--mesh layers=2,space=2": "sizes of the axes layers and data",
+    "--mesh layers=0": "sizes of the axes layers and data",
+    "--mesh data=3 --batch-size 50": "cannot be split evenly over data=3",
     "--devices 0": "--devices: invalid PositiveInt value: '0'",
-    "--config nowhere.yaml": "File does not exist",
+    "--config nowhere.yaml": "--config: there is no file nowhere.yaml",
+    "--config": "--config: expected one argument",
+    "--config=": "--config: there is no file",
+    "--distributed --coordinator nonsense --process 0/2": "--coordinator takes HOST:PORT",
+    "--distributed --coordinator localhost:99999 --process 0/1": "with a port from 1 to 65535",
+    "--distributed --coordinator localhost:1 --process 0/9999999999": "--process takes I/N",
+    "--devices 65": "64 layers cannot be spread over layers=65",
     "--frobnicate": "there is no option --frobnicate.",
     "--learnin_rate 1": "there is no option --learnin_rate; did you mean --learning_rate?",
     "--no-compar": "did you mean --no_compare?",
-    "--solver mgrit": "--solver: there is no solver 'mgrit'. It is MGRIT, Picard, Newton",
-    "--solver.levels 3": "lp_jax.Solver is abstract. It is MGRIT, Picard, Newton",
+    "--solver mgrit": "--solver: there is no class mgrit. It is MGRIT, Picard",
+    "--solver.levels 3": "lp_jax.Solver is abstract. It is MGRIT, Picard",
     "--solver Picard --solver.sweep 3": "'sweep' is not accepted. It is MGRIT",
-    "--solver Picard --solver.rtol abc": "could not convert string to float: 'abc'",
+    "--solver Picard --solver.rtol abc": "--solver.rtol: Expected a number. Got value: abc",
 }
 
 
@@ -263,7 +313,10 @@ def test_data_of_ones_own(cli, tmp_path):
     x = np.random.default_rng(0).normal(size=(200, 2))
     np.savez(tmp_path / "mine.npz", x=x, y=np.where(x[:, 0] > 0, "right", "left"))
     options = ["--layers", 8, "--width", 4, "--epochs", 5, "--learning-rate", 1e-1, "--serial", "--no-pictures"]
-    code, out, _ = cli("train", "arrays", "--out", tmp_path / "run", "--data", tmp_path / "mine.npz", *options)
+    data = ["--out", tmp_path / "run", "--data", tmp_path / "mine.npz"]
+    code, _, err = cli("train", "arrays", *data, "--model", "conv")
+    assert code == 2 and "--model conv needs inputs of shape" in one_line(err)
+    code, out, _ = cli("train", "arrays", *data, *options)
     assert code == 0 and "serial" in out
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["results"]
     assert found["serial"]["test_accuracy"] > 0.9
@@ -426,22 +479,6 @@ def test_solvers_that_cannot_be_counted_have_no_cost(cli, copied, tmp_path, monk
     assert found["work"] is None and found["depth"] is None
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--method", "nested", "--depths", "[3, 8]"], "each a multiple of the one before"),
-        (["--method", "nested", "--depths", "[2, 4]"], "end with the 8 layers of the network; got [2, 4]"),
-        (["--method", "nested", "--depths", "[8]"], "--depths must have two numbers or more"),
-        (["--method", "nested", "--controller", "0.3"], "--controller goes with --method direct and one-shot"),
-        (["--depths", "[4, 8]"], "--depths goes with --method nested; got direct"),
-        (["--method", "annealing"], "'direct', 'one-shot', 'nested'"),
-    ],
-)
-def test_methods_that_cannot_be_are_one_line(cli, tmp_path, options, message):
-    code, _, err = cli("train", "digits", "--out", tmp_path / "run", *SMALL, *options)
-    assert code == 2 and message in one_line(err)
-
-
 def test_the_summary_is_that_of_the_rows(finished):
     summary = json.loads((finished / "summary.json").read_text())
     assert set(summary["results"]) == {"layer-parallel", "serial"}
@@ -473,38 +510,44 @@ def test_resuming_a_finished_run_prints_its_table(cli, finished):
     assert "exact" in out and f"{summary['results']['layer-parallel']['gradient_error']:.1e}" in out
 
 
+@pytest.fixture(scope="module")
+def untrained():
+    return _experiment.experiment(*_settings.prepare("digits", {"layers": 8, "width": 4}))
+
+
+def a_run(made, name, losses, step_time=1.0):
+    """A finished training with these losses of the test set, one a step."""
+    log = train.Log()
+    for step, loss in enumerate(losses, 1):
+        log.write(kind="train", step=step, epoch=0, loss=loss, step_time=step_time)
+        log.write(kind="test", step=step, accuracy=0.5, loss=loss)
+    return _experiment.Run(name, made, train.TrainState(len(losses), None, None), log, examples=10)
+
+
 @pytest.mark.parametrize("times, slower", [((4.0, 2.0), True), ((2.0, 2.05), False), ((2.05, 2.0), False)])
-def test_a_slower_step_is_said_with_what_to_do(times, slower):
-    made = _experiment.experiment(*_settings.prepare("digits", {"layers": 8, "width": 4}))
-
-    def run(name, step_time):
-        log = train.Log()
-        for step, loss in ((1, 2.0), (2, 1.0)):
-            log.write(kind="train", step=step, epoch=0, loss=loss, step_time=step_time)
-            log.write(kind="test", step=step, accuracy=0.5, loss=loss)
-        state = train.TrainState(step=2, params=None, opt_state=None)
-        return _experiment.Run(name, made, state, log, examples=10)
-
-    said = list(_report.remarks([run(*pair) for pair in zip(("layer-parallel", "serial"), times, strict=True)]))
+def test_a_slower_step_is_said_with_what_to_do(untrained, times, slower):
+    runs = [a_run(untrained, *run) for run in zip(("layer-parallel", "serial"), ([2.0, 1.0],) * 2, times, strict=True)]
+    said = list(_report.remarks(runs))
     assert len(said) == slower and all(
         "took 2.0 times as long" in text and "lp-jax plan digits" in text for text in said
     )
 
 
-def test_losses_that_are_not_finite_are_said():
-    """A log has None for them."""
-    made = _experiment.experiment(*_settings.prepare("digits", {"layers": 8, "width": 4}))
-    log = train.Log()
-    log.write(kind="train", step=1, epoch=0, loss=1.0, step_time=1.0)
-    log.write(kind="probe", step=1, gradient_error=float("inf"), gradient_cosine=float("nan"))
-    log.write(kind="test", step=1, accuracy=0.5, loss=float("nan"))
-    state = train.TrainState(step=1, params=None, opt_state=None)
-    run = _experiment.Run("serial", made, state, log, examples=10)
+@pytest.mark.parametrize(
+    "losses, shown, remark",
+    [
+        ([float("nan")], "not finite", "its test loss is not finite. Look for very large inputs in the test set."),
+        ([1.0, 2.0], "2.0000", "its test loss ended at 2, above the 1 that it began with. Lower --learning_rate"),
+    ],
+)
+def test_a_training_that_failed_says_so(untrained, losses, shown, remark):
+    """A log has None for what is not finite."""
+    run = a_run(untrained, "serial", losses)
+    run.log.write(kind="probe", step=1, gradient_error=float("inf"), gradient_cosine=float("nan"))
     columns = [list(column.cells) for column in _report.table([run]).columns]
-    assert columns[1][columns[0].index("test loss")] == "not finite"
-    assert list(_report.remarks([run])) == [
-        "serial has failed: its test loss is not finite. Look for very large inputs in the test set."
-    ]
+    assert columns[1][columns[0].index("test loss")] == shown
+    (said,) = _report.remarks([run])
+    assert said.startswith(f"serial has failed: {remark}")
 
 
 def test_a_run_made_exact_has_no_gradient_error_of_before(cli, copied):
@@ -514,12 +557,6 @@ def test_a_run_made_exact_has_no_gradient_error_of_before(cli, copied):
     assert "gradient error at the end" in out and "exact" in out
     (found,) = json.loads((copied / "summary.json").read_text())["results"].values()
     assert "gradient_error" not in found
-
-
-def test_a_training_that_failed_says_so(cli, tmp_path):
-    options = ["--serial", "--no-pictures", "--learning-rate", "30", *SMALL]
-    code, out, _ = cli("train", "digits", "--out", tmp_path / "run", *options)
-    assert code == 0 and "serial has failed: its test loss ended at" in " ".join(out.split())
 
 
 REFUSED = {
@@ -549,27 +586,65 @@ def test_training_on_some_devices_goes_on_with_others(cli, unmeasured, finished,
     np.testing.assert_allclose(*losses, rtol=2e-4)  # single precision
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (("--devices", "2", "--mesh", "layers=2"), "give one of the two"),
-        (("--mesh", "layers=2,space=2"), "sizes of the axes layers and data"),
-        (("--mesh", "layers=0"), "sizes of the axes layers and data"),
-        (("--mesh", "data=3", "--batch-size", "50"), "cannot be split evenly over data=3"),
-        (("--devices", "99"), "99 devices are needed and there are 8"),
-    ],
-)
-def test_wrong_meshes_are_refused_in_one_line(cli, tmp_path, options, message):
-    code, _, err = cli("train", "digits", *options, "--out", tmp_path / "run")
-    assert code != 0 and message in one_line(err)
-
-
 @pytest.mark.parametrize("options", REFUSED)
 def test_another_run_is_not_overwritten(cli, finished, options):
     before = {path: path.read_bytes() for path in finished.iterdir() if path.is_file()}
     code, out, err = cli("train", "digits", "--out", finished, *options.split())
     assert code == 1 and out == "" and REFUSED[options] in one_line(err)
     assert {path: path.read_bytes() for path in finished.iterdir() if path.is_file()} == before
+
+
+EVIL = {
+    "a solver": ("solver", {"class_path": "evil.X"}),
+    "a solver's name": ("solver", "evil.X"),
+    "a solver as text": ("solver", '{"class_path": "evil.X"}'),
+    "a key with a dot": ("solver.class_path", "evil.X"),
+    "a coarse step": ("solver", {"class_path": "lp_jax.MGRIT", "init_args": {"coarse_step": "builtins.exec"}}),
+    "a function of parameters": (
+        "adjoint_solver",
+        {"class_path": "lp_jax.Newton", "init_args": {"jacobian_of": "evil.f"}},
+    ),
+    "another option": ("layers", {"class_path": "evil.X"}),
+    "what a module of lp_jax imports": ("solver", {"class_path": "lp_jax.cli._launch.os.system"}),
+    "a function of lp_jax": ("solver", {"class_path": "lp_jax.scan"}),
+}
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_a_run_folder_chooses_nothing_that_is_imported(cli, tmp_path, monkeypatch, name):
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    option, value = EVIL[name]
+    _, stored = options(*SMALL)
+    run = {"problem": "digits", "options": stored | {option: value}, "fingerprint": {"model": "dense"}}
+    (tmp_path / "config.json").write_text(json.dumps(run | {"solver": "", "adjoint_solver": ""}))
+    code, _, err = cli("train", "digits", "--out", tmp_path, "--resume")
+    assert code == 1 and re.search(r"config.json names '.*' for --.*, which is no class of lp_jax", one_line(err))
+
+
+def test_a_run_folder_may_name_what_the_command_line_names():
+    _, stored = options("--solver", "MGRIT", "--solver.levels", "3")
+    mine = {"class_path": "mine.Jacobi", "init_args": {"weight": 0.5, "coarse_step": "mine.f"}}
+    look = _options.first_look(
+        ["--solver", "mine.Jacobi", "--solver.coarse_step=mine.f", "--out", "os.system"], "lp-jax train digits"
+    )
+    kept = _options.overridden(stored | {"solver": mine, "out": "/elsewhere"}, look)
+    assert kept["solver"] == mine and "out" not in kept  # a folder cannot move itself
+    again, _ = options("--solver", "lp_jax.MGRIT", stored=stored)
+    assert again.solver == lp_jax.MGRIT(levels=3)  # the same class keeps its fields
+    _options.check_trusted(kept, look, ())
+    with pytest.raises(_errors.CommandError, match=r"'os.system' for --solver\.damping"):
+        _options.check_trusted({"solver": {"init_args": {"damping": "os.system"}}}, look, ())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[" * 100_000, '{"problem": "digits"}', None], ids=["empty", "list", "deep", "part", "folder"]
+)
+def test_a_damaged_configuration_is_one_line(cli, tmp_path, text):
+    config = tmp_path / "config.json"
+    config.mkdir() if text is None else config.write_text(text)
+    code, _, err = cli("train", "digits", "--out", tmp_path, "--resume")
+    assert code == 1 and "is not the configuration of a run" in one_line(err)
 
 
 def test_a_checkpoint_that_was_swapped_or_damaged_is_refused(cli, finished, tmp_path):
@@ -591,14 +666,11 @@ def test_folders_that_cannot_be_used_are_refused_before_training(cli, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("mine")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{")
     for name, flags, wanted in (
         ("file", [], "cannot write to"),
         ("file/below", [], "cannot write to"),
         ("full", [], "is not empty and holds no run"),
         ("none", ["--resume"], "holds no run to resume"),
-        ("broken", ["--resume"], "is not the configuration of a run"),
     ):
         code, _, err = cli("train", "digits", "--out", tmp_path / name, *flags)
         assert code == 1 and wanted in one_line(err)
@@ -653,12 +725,27 @@ def test_missing_and_damaged_files_are_told_in_one_line(cli, mnist, tmp_path):
 # --- the program ----------------------------------------------------------------------------------------------------
 
 
-def program(*args):
-    """The command in a process of its own."""
+def program(*args, stdout=subprocess.PIPE, **variables):
+    """Exit code and both outputs of a Python program."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *map(str, args)], env=environment, **pipes)
+    environment = {**os.environ, "PYTHONPATH": paths, **variables}
+    ended = subprocess.run(
+        [sys.executable, *args], env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_output_that_cannot_be_written_ends_the_command():
+    """A reader that has left, as of ``| head -1``, is no error to tell; a full disk is."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    narrow = {"COLUMNS": "20", "LC_ALL": "C", "TERM": "dumb", "PYTHONUNBUFFERED": ""}
+    assert program("-m", "lp_jax", "--help", stdout=writer, **narrow) == (128 + signal.SIGPIPE, None, "")
+    code, _, err = program("-m", "lp_jax", "--help", stdout=full, PYTHONUNBUFFERED="")
+    assert code == 1 and "cannot write: No space left on device" in one_line(err)
+    os.close(writer)
+    os.close(full)
 
 
 @pytest.fixture
@@ -683,7 +770,7 @@ def test_a_full_disk_is_one_line(cli, tmp_path, full_disk):
 def test_ctrl_c_counts_before_anything_is_imported(tmp_path):
     """The program sets the system's own way to stop first; the same words follow from the moment the command begins."""
     code = "import sys, lp_jax_command, signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_DFL, 'jax' in sys.modules)"
-    out, _ = program("-c", code).communicate(timeout=60)
+    _, out, _ = program("-c", code)
     assert out.split() == ["True", "False"]
 
 
@@ -711,9 +798,8 @@ def test_missing_extras_are_named_and_import_is_light():
         sys.modules["jsonargparse"] = None
         lp_jax.cli.main(["train", "digits"])
     """
-    process = program("-c", "\n".join(line.strip() for line in script.splitlines()))
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    code, _, err = program("-c", "\n".join(line.strip() for line in script.splitlines()))
+    assert code == 1
     assert one_line(err) == "lp-jax: jsonargparse is missing; pip install 'lp_jax[train]' installs it\n"
 
 
@@ -732,27 +818,6 @@ def test_a_folder_is_for_one_run_at_a_time(cli, tmp_path):
     assert not lock.exists()
     stored = json.loads((folder / "config.json").read_text())["options"]
     assert stored["no_pictures"] is True  # kept for --resume
-
-
-def test_ctrl_c_ends_the_program_with_a_checkpoint(tmp_path):
-    """The program, whose own way with the signal is the system's until the training takes over; more in the test below."""
-    folder, deadline = tmp_path / "run", time.monotonic() + 90
-    options = ["--serial", "--no-pictures", *SMALL, "--epochs", "100000"]
-    code = "from lp_jax_command import main; main()"
-    process = program("-c", code, "train", "digits", "--out", folder, *options)
-    try:
-        metrics = folder / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count("\n") < 10:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            process.kill()
-    assert process.returncode == 128 + signal.SIGINT and "Traceback" not in err
-    stopped = re.search(r"lp-jax: SIGINT: stopped after step (\d+); saved to ", err)
-    assert stopped and (folder / "checkpoints" / stopped[1]).is_dir()
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(cli, tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ def a_run(name, times, accuracies, deeper=(), errors=()):
 
 def test_the_first_step_of_each_depth_counts_like_the_next_and_the_rest_is_compilation():
     run = a_run("nested", [5.0, 1.0, 1.0, 7.0, 2.0], [0.1, 0.5, 0.9, 0.8, 0.9], deeper={3})
-    assert _demo.numbers_of([run])["nested"]["compilation"] == pytest.approx(4.0 + 5.0)
+    assert _demo.numbers_of([run])[1]["nested"]["compilation"] == pytest.approx(4.0 + 5.0)
     assert _demo.seconds(run) == pytest.approx(1 + 1 + 1 + 2 + 2)
     assert _demo.seconds(run, 0.9) == pytest.approx(3.0)  # where it is reached first
 
@@ -39,12 +39,12 @@ def test_times_are_told_to_an_accuracy_that_all_end_with_and_beside_the_first_ru
         a_run("exact", [9.0, 2.0, 2.0, 2.0], [0.2, 0.6, 0.9, 0.95]),
         a_run("fast", [9.0, 1.0, 1.0, 1.0], [0.2, 0.9, 0.8, 0.9], errors=(1e-3, 0.1)),
     ]
-    assert _demo.target_of(runs) == 0.9
-    numbers = _demo.numbers_of(runs)
+    target, numbers = _demo.numbers_of(runs)
+    assert target == 0.9
     assert (numbers["exact"]["seconds"], numbers["fast"]["seconds"]) == (6.0, 2.0)
     assert numbers["fast"]["of_exact"] == pytest.approx(1 / 3) and numbers["fast"]["all_of_exact"] == 0.5
     assert (numbers["exact"]["accuracy"], numbers["fast"]["accuracy"]) == (0.95, 0.9)
-    cells = [list(column.cells) for column in _demo.table(runs).columns]
+    cells = [list(column.cells) for column in _demo.table(target, numbers).columns]
     assert cells[1] == [" 6.00 s (1.00)", " 2.00 s (0.33)"] and cells[4] == ["none", "1e-03, 1e-01"]
 
 

@@ -1,10 +1,12 @@
 """Training from the command line on several processes: MPI ranks, and processes of ``jax.distributed``."""
 
+import concurrent.futures
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -79,11 +81,41 @@ def test_the_coordinator_listens_where_it_was_told(monkeypatch, tmp_path, capsys
         raise RuntimeError("nobody came")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(_launch, "_meet", lambda *address: None)
     arguments = ["--distributed", "--coordinator", "127.0.0.1:1234", "--process", "0/2", "--out", str(tmp_path / "run")]
-    with pytest.raises(SystemExit):
-        main(["train", "digits", *arguments])
-    assert "nobody came" in capsys.readouterr().err
+    assert "nobody came" in run(capsys, "train", "digits", *arguments)[2]
     assert asked["coordinator_bind_address"] == asked["address"] == "127.0.0.1:1234"
+
+
+def test_processes_meet_and_a_second_one_of_a_number_is_refused():
+    """jax would end all of them with a trace of its C++."""
+    address = f"127.0.0.1:{launch.free_port()}"
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = [pool.submit(_launch._meet, address, 1, 3) for _ in range(2)]
+        concurrent.futures.wait(first, timeout=0.5)
+        last = [pool.submit(_launch._meet, address, number, 3) for number in (0,)]
+        concurrent.futures.wait(first, timeout=60, return_when="FIRST_COMPLETED")
+        last.append(pool.submit(_launch._meet, address, 2, 3))
+        errors = [future.exception() for future in first + last]
+    assert sorted(map(bool, errors)) == [False, False, False, True] and any(errors[:2])
+    assert "1/3 is there already" in str(next(filter(None, errors)))
+
+
+@pytest.mark.parametrize("number, missing", [(0, "1/2 did not come"), (1, "process 0 did not come")])
+def test_a_process_whose_partner_never_comes_says_so(monkeypatch, number, missing):
+    monkeypatch.setattr(_launch, "_MEETING", 0.5)
+    with pytest.raises(_errors.CommandError, match=missing):
+        _launch._meet(f"127.0.0.1:{launch.free_port()}", number, 2)
+
+
+@pytest.mark.parametrize("address, why", [("127.0.0.1:{port}", "in use"), ("nowhere.invalid:1234", "")])
+def test_a_coordinator_that_cannot_listen_is_refused(address, why):
+    """A second process of number 0, or a host without an address."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(_errors.CommandError, match=f"cannot be used: .*{why}"),
+    ):
+        _launch._meet(address.format(port=server.getsockname()[1]), 0, 2)
 
 
 @pytest.mark.parametrize("error", [None, _errors.CommandError("disk full"), _errors.UsageError("no such option")])

@@ -94,15 +94,6 @@ def test_the_gradient_is_that_of_the_scan(name):
     assert relative_error(spread, found) < 1e-14  # the number of devices changes nothing
 
 
-def test_a_loss_that_does_not_see_the_last_state():
-    def without(params, solver):
-        return jnp.sum(lp_jax.solve(step, params, Y0, shared=SHARED, solver=solver, has_aux=True).aux["norm"])
-
-    gradient = jax.jit(jax.grad(without), static_argnums=1)
-    got, wanted = (gradient(PARAMS, solver) for solver in (Picard(sweeps=N), Serial()))
-    assert relative_error(got, wanted) < 1e-12
-
-
 def test_cycles_make_the_layers_before_the_last_one_exact_interval_by_interval():
     """Finite termination: from an exact forward solve, k cycles with F-relaxation leave k + 1 intervals exact."""
     layers, m = 24, 4

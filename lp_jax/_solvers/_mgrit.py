@@ -23,7 +23,7 @@ from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Needs, Solver, Start, constant
 
 Cycle: TypeAlias = Callable[[Sequence[Level], CPoints], tuple[CPoints, Scalar]]
-AnyCoarseStep: TypeAlias = Callable[..., State] | CoarseStep
+AnyCoarseStep: TypeAlias = CoarseStep | Callable[..., State]
 
 
 @register("rtol", "atol", "c_weight", "coarse_step", "coarsest")
@@ -104,6 +104,9 @@ class MGRIT(Solver):
         _check.integer("levels", self.levels, least=1)
         _check.integer("iterations", self.iterations, least=1)
         _check.integer("min_coarse", self.min_coarse, least=1)
+        for name in ("coarsening", "relaxation"):
+            if getattr(self, name) == ():
+                raise ValueError(f"{name} must have at least one entry; got ().")
         for factor in per_level(self.coarsening):
             _check.integer("coarsening", factor, least=2)
         for relaxation in per_level(self.relaxation):

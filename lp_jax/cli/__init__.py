@@ -1,12 +1,13 @@
 """The command ``lp-jax``."""
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from lp_jax.cli._commands import run
-from lp_jax.cli._errors import describe, stop, terminate
+from lp_jax.cli._errors import describe, show, stop, terminate
 from lp_jax.cli._heap import keep_heap
 
 
@@ -19,10 +20,17 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     }
     keep_heap()
     try:
-        run(args)
+        try:
+            run(args)
+        finally:
+            print(end="", flush=True)  # what cannot be written is an error like others
     except (Exception, KeyboardInterrupt) as error:
         message, code = describe(error, args)
-        print(message, file=sys.stderr)
+        show(message)
+        try:
+            print(end="", flush=True)
+        except OSError:  # else Python says so once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

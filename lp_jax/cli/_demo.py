@@ -16,10 +16,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lp_jax import MGRIT, MeshComm, Picard, Rediscretize, Serial, nn, planning, train, viz
+from lp_jax import MGRIT, MeshComm, Picard, Rediscretize, nn, planning, train, viz
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Solver
-from lp_jax.cli._experiment import SERIAL, Experiment, Run, experiment
+from lp_jax.cli._experiment import SERIAL, Experiment, Run, described, experiment
 from lp_jax.cli._launch import set_cpu_devices
 from lp_jax.cli._menu import MenuParser
 from lp_jax.cli._methods import depth_by_depth
@@ -28,7 +28,7 @@ from lp_jax.cli._plan import make_plan
 from lp_jax.cli._report import make_writable, plain_console, quick_compilation, save, write_json
 from lp_jax.cli._settings import prepare
 from lp_jax.cli._workers import ONE_DEVICE, Place, copies, devices, mesh_comm
-from lp_jax.planning._words import code
+from lp_jax.planning._words import code, times
 from lp_jax.train._types import Batch, LossFn
 
 ABOUT = """\
@@ -38,7 +38,8 @@ accuracy, with the reasons below. Five pictures show the solver at work. This ta
 SIZES = {"width": 8, "t1": 1.0, "batch_size": 8, "learning_rate": 3e-3}
 """Options of ``lp-jax train digits`` that differ from its defaults."""
 
-SWEEPS, ROUGH = (3, 2), (1, 1)
+SWEEPS: Pair = (Picard(sweeps=3), Picard(sweeps=2))
+ROUGH: Pair = (Picard(sweeps=1), Picard(sweeps=1))
 EXPLAINED = """\
 Times are those of training steps; compilation and evaluation are left out. The gradient error is relative to the exact
 gradient, in the first step and after the last one. The sizes were chosen: depth is what limits a network of many small layers
@@ -46,30 +47,21 @@ and a small batch.
   exact           Serial(): one layer after another, on one device
   data parallel   the same, each device with its share of every batch
   nested          exact; a quarter of the layers first, then half, then all
-  layer-parallel  Picard(sweeps={}), adjoint Picard(sweeps={}): every device evaluates all of its layers at once; rough: {} and {}
+  layer-parallel  Picard(sweeps=3), adjoint Picard(sweeps=2): every device evaluates all of its layers at once; rough: 1 and 1
 """
 _MOST_WORKERS = 8
 
 
-def sweeps(number: tuple[int, int]) -> tuple[Picard, Picard]:
-    """Return solvers by sweeps over all layers, forward and adjoint."""
-    forward, adjoint = number
-    return Picard(sweeps=forward), Picard(sweeps=adjoint)
-
-
 def ways(layers: int, comm: MeshComm | None) -> Iterator[tuple[str, Sequence[int], Pair, Place]]:
-    """Yield the ways to train this many layers: name, successive numbers of layers, solvers and place.
-
-    ``comm`` is None on one device.
-    """
+    """Yield the ways to train: name, successive numbers of layers, solvers and place. ``comm`` is None on one device."""
     once, depths, spread = (layers,), (layers // 4, layers // 2, layers), ONE_DEVICE if comm is None else devices(comm)
     yield "exact", once, SERIAL, ONE_DEVICE
     if comm is not None:
         yield "data parallel", once, SERIAL, copies(comm)
-    yield "layer-parallel", once, sweeps(SWEEPS), spread
-    yield "layer-parallel, rough", once, sweeps(ROUGH), spread
+    yield "layer-parallel", once, SWEEPS, spread
+    yield "layer-parallel, rough", once, ROUGH, spread
     yield "nested", depths, SERIAL, ONE_DEVICE
-    yield "nested, layer-parallel", depths, sweeps(SWEEPS), spread
+    yield "nested, layer-parallel", depths, SWEEPS, spread
 
 
 def trained(
@@ -77,20 +69,18 @@ def trained(
 ) -> Run:
     """Train, and test after each epoch by ``exact_loss(layers)``, by serial propagation on one device.
 
-    The first step of each depth compiles. In the log it gets the time of the second one; a row of kind "compilation" has the
-    rest. Rows of kind "probe" have the gradient's error at the first and at the last parameters, unless it is exact.
+    Rows of kind "probe" have the gradient's error at the first and at the last parameters, unless it is exact.
     """
-    settings, task = made.settings, made.task
-    training, total = settings.training, task.steps_per_epoch * settings.training.epochs
-    optimizer = optax.adam(optax.cosine_decay_schedule(training.learning_rate, total))
+    training, steps = made.settings.training, made.task.steps_per_epoch
+    optimizer = optax.adam(optax.cosine_decay_schedule(training.learning_rate, steps * training.epochs))
 
     def test(model: nn.Classifier) -> list[train.Every]:
-        exact = exact_loss(trunk_of(model).num_layers)
+        exact = exact_loss(_trunk(model).num_layers)
 
         def measure(state: train.TrainState, batch: Batch) -> dict[str, object]:
-            return train.evaluate(exact, _on_one_device(state.params), task.test_batches)._asdict()
+            return train.evaluate(exact, _on_one_device(state.params), made.task.test_batches)._asdict()
 
-        return [train.Every("test", task.steps_per_epoch, measure)]
+        return [train.Every("test", steps, measure)]
 
     _, state, log = depth_by_depth(made, depths, optimizer, measures=test, meter=train.Bar(name, console))
     without_compilation(log)
@@ -98,12 +88,10 @@ def trained(
         for step, params in ((0, made.params), (int(state.step), state.params)):
             error = made.gradient_error(params, next(made.batches(0)), *made.solvers)
             log.write(kind="probe", step=step, gradient_error=error)
-    state = state._replace(params=_on_one_device(state.params))
-    return Run(name, made, state, log, training.batch_size)
+    return Run(name, made, state._replace(params=_on_one_device(state.params)), log, training.batch_size)
 
 
-def trunk_of(model: nn.Classifier) -> nn.LayerParallel:
-    """Return the layers that are solved for."""
+def _trunk(model: nn.Classifier) -> nn.LayerParallel:
     assert isinstance(model.trunk, nn.LayerParallel)
     return model.trunk
 
@@ -131,14 +119,10 @@ def seconds(run: Run, accuracy: float = math.inf) -> float:
     return clock
 
 
-def target_of(runs: Sequence[Run]) -> float:
-    """Return the accuracy of the test set that all runs reach at the end."""
-    return min(run.log.of("test")[-1]["accuracy"] for run in runs)
-
-
-def numbers_of(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
-    """Return the numbers of each run by name; the first run is the exact one."""
-    target, exact = target_of(runs), runs[0]
+def numbers_of(runs: Sequence[Run]) -> tuple[float, dict[str, dict[str, float]]]:
+    """Return the accuracy that all runs end with, and the numbers of each run by name; the first run is the exact one."""
+    last = {run.name: run.log.of("test")[-1]["accuracy"] for run in runs}
+    target, exact = min(last.values()), runs[0]
     numbers = {}
     for run in runs:
         probed = [row["gradient_error"] for row in run.log.of("probe")]  # a log has None for what is not finite
@@ -148,20 +132,20 @@ def numbers_of(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
             "of_exact": seconds(run, target) / seconds(exact, target),
             "all_seconds": seconds(run),
             "all_of_exact": seconds(run) / seconds(exact),
-            "accuracy": run.log.of("test")[-1]["accuracy"],
+            "accuracy": last[run.name],
             "first_error": first_error,
             "last_error": last_error,
             "compilation": sum(row["seconds"] for row in run.log.of("compilation")),
         }
-    return numbers
+    return target, numbers
 
 
-def table(runs: Sequence[Run]) -> Table:
+def table(target: float, numbers: Mapping[str, Mapping[str, float]]) -> Table:
     result = Table(box=box.SIMPLE_HEAD)
     result.add_column("training", no_wrap=True)
-    for name in (f"to {target_of(runs):.1%}", "all epochs", "accuracy", "gradient error"):
+    for name in (f"to {target:.1%}", "all epochs", "accuracy", "gradient error"):
         result.add_column(name, justify="right", no_wrap=True)
-    for name, row in numbers_of(runs).items():
+    for name, row in numbers.items():
         result.add_row(
             name,
             f"{row['seconds']:5.2f} s ({row['of_exact']:.2f})",
@@ -172,68 +156,33 @@ def table(runs: Sequence[Run]) -> Table:
     return result
 
 
-def reason(plan: planning.Plan, workers: int, runs: Sequence[Run]) -> str:
+def reason(plan: planning.Plan, workers: int, measured: float) -> str:
     """Return an explanation of the time of the layer-parallel row; ``plan`` has the times of the layers on this machine."""
-    spent, pair = {run.name: seconds(run) for run in runs}, sweeps(SWEEPS)
     serial = planning.training_step(*SERIAL, plan.layers).depth()
-    counted = planning.training_step(*pair, plan.layers, workers=workers)
+    counted = planning.training_step(*SWEEPS, plan.layers, workers=workers)
     sent = f", with {counted.states + counted.reductions} messages" if workers > 1 else ""
-    predicted = planning.predict(*pair, plan.layers, plan.machine, workers=workers).seconds / plan.serial_seconds
+    predicted = planning.predict(*SWEEPS, plan.layers, plan.machine, workers=workers).seconds / plan.serial_seconds
     return (
         f"Why: an exact step is {serial} evaluations of one layer, one after another. A layer-parallel step is "
-        f"{counted.depth()} evaluations of {max(layers for _, layers in counted.batches)} layers at once: {SWEEPS[0] + 1} "
-        f"forward, {SWEEPS[1]} adjoint and the gradient{sent}. From the times of layers on this machine the planner predicts "
-        f"{predicted:.2f} of the exact step's time. Measured: {spent['layer-parallel'] / spent['exact']:.2f}."
+        f"{counted.depth()} evaluations of {max(layers for _, layers in counted.batches)} layers at once: 4 forward, "
+        f"2 adjoint and the gradient{sent}. From the times of layers on this machine the planner predicts "
+        f"{predicted:.2f} of the exact step's time. Measured: {measured:.2f}.\n"
     )
 
 
 def predictions(made: Experiment, params: PyTree) -> Iterator[str]:
     """Yield the planner's predictions for the same network on one H200 and on eight."""
+    yield "Predicted for the same network on other machines:"
     x, *_ = batch = next(made.batches(0))
-    gpu = planning.estimate(trunk_of(made.model).problem(made.model.opening(x)), device="H200")
+    gpu = planning.estimate(_trunk(made.model).problem(made.model.opening(x)), device="H200")
     gpu = dataclasses.replace(gpu, latency=1e-5, bandwidth=2e11)
     there = train.plan(made.model, params, batch, machine=gpu, error=1e-2, seconds=2.0)
     for on in there.scaling((1, 8)):
         how = "" if on.devices == 1 else " ({} along the layers x {} along the examples)".format(*on.split)
         if on.both is not None:
-            yield (
-                f"{on.devices} H200{how}: {1e3 * on.both:.2g} ms a step, {there.serial_seconds / on.both:.2g} times as fast as "
-                "layer after layer on one"
-            )
-
-
-def pictures(made: Experiment, workers: int, runs: Sequence[Run]) -> dict[str, Figure]:
-    """Return the five pictures, by file name."""
-    params, layers = runs[0].state.params, made.settings.layers
-    solver, adjoint_solver = sweeps(SWEEPS)
-    with quick_compilation():
-        steps = made.task.steps_per_epoch * made.settings.training.epochs
-        batch = next(made.batches(0))
-        errors = {
-            name: [made.gradient_error(params, batch, planning.with_effort(s, n)) for n in _EFFORTS]
-            for name, s in _SHOWN.items()
-        }
-        history = [
-            {"kind": "probe", "step": step, **made.residuals(at, batch, _SIX, _SIX)}
-            for step, at in ((0, made.params), (steps, params))
-        ]
-    exact = planning.training_step(Serial(), Serial(), layers).work()
-    work = {
-        name: [
-            planning.training_step(planning.with_effort(s, n), planning.with_effort(s, n), layers).work() / exact
-            for n in _EFFORTS
-        ]
-        for name, s in _SHOWN.items()
-    }
-    return {
-        "race.png": viz.race({run.name: run.log.rows for run in runs}, target=target_of(runs)),
-        "residuals.png": viz.residuals(history, iteration="sweep", solvers=(code(_SIX),) * 2),
-        "gradient_error.png": viz.gradient_errors(errors, work=work, iteration="iteration", choice="solver"),
-        "sweeps.png": viz.hierarchy(solver, layers, t1=made.settings.t1, adjoint_solver=adjoint_solver),
-        "schedule.png": viz.schedule(
-            solver, layers, workers=max(workers, 2), adjoint_solver=adjoint_solver, at_once=math.inf
-        ),
-    }
+            gain = times(there.serial_seconds / on.both)
+            yield f"{on.devices} H200{how}: {1e3 * on.both:.2g} ms a step, {gain} times as fast as layer after layer on one"
+    yield ""
 
 
 _SHOWN: Mapping[str, Solver] = {
@@ -243,10 +192,32 @@ _SHOWN: Mapping[str, Solver] = {
 }
 """Solvers of the picture of errors: that of the table, and cycles to compare."""
 
-_EFFORTS = (1, 2, 3, 4)
-
 _SIX = Picard(sweeps=6)
 """Solver of the picture of residual norms: six sweeps (the table has three) show how fast norms fall."""
+
+
+def pictures(made: Experiment, workers: int, runs: Sequence[Run], target: float) -> dict[str, Figure]:
+    """Return the five pictures, by file name."""
+    params, layers, batch = runs[0].state.params, made.settings.layers, next(made.batches(0))
+    last, exact = int(runs[0].state.step), planning.training_step(*SERIAL, layers).work()
+    choices = {name: [planning.with_effort(s, n) for n in (1, 2, 3, 4)] for name, s in _SHOWN.items()}
+    work = {name: [planning.training_step(s, s, layers).work() / exact for s in one] for name, one in choices.items()}
+    with quick_compilation():
+        errors = {name: [made.gradient_error(params, batch, s) for s in one] for name, one in choices.items()}
+        history = [
+            {"kind": "probe", "step": step, **made.residuals(at, batch, _SIX, _SIX)}
+            for step, at in ((0, made.params), (last, params))
+        ]
+    solver, adjoint_solver = SWEEPS
+    return {
+        "race.png": viz.race({run.name: run.log.rows for run in runs}, target=target),
+        "residuals.png": viz.residuals(history, iteration="sweep", solvers=(code(_SIX),) * 2),
+        "gradient_error.png": viz.gradient_errors(errors, work=work, iteration="iteration", choice="solver"),
+        "sweeps.png": viz.hierarchy(solver, layers, t1=made.settings.t1, adjoint_solver=adjoint_solver),
+        "schedule.png": viz.schedule(
+            solver, layers, workers=max(workers, 2), adjoint_solver=adjoint_solver, at_once=math.inf
+        ),
+    }
 
 
 def run(args: Sequence[str]) -> None:
@@ -254,20 +225,23 @@ def run(args: Sequence[str]) -> None:
     add = parser.add_argument
     folder = Path("runs", "demo")
     add("--out", type=Path, default=folder, metavar="FOLDER", help="Folder for the table and the pictures.")
-    add("--layers", type=int, default=4096, metavar="N", help="Number of layers, a multiple of 64.")
+    add("--layers", type=PositiveInt, default=4096, metavar="N", help="Number of layers, a multiple of 64.")
     add("--seed", type=int, default=0, metavar="N", help="Seed of the split, the first parameters and the batches.")
     add("--epochs", type=PositiveInt, default=6, metavar="N", help="Number of epochs of each training.")
     add("--no-pictures", action="store_true", help="Draw no pictures.")
     options = parser.parse_args(args)
-    if options.layers < 64 or options.layers % 64:
+    if options.layers % 64:
         parser.error(f"--layers must be a multiple of 64; got {options.layers}.")
     make_writable(options.out)
+    chosen = {"layers": options.layers, "epochs": options.epochs, "seed": options.seed}
+    try:
+        settings, task = prepare("digits", {**SIZES, **chosen})
+    except ValueError as error:
+        parser.error(f"--{error}")
+    described(settings, task)
     set_cpu_devices(len(os.sched_getaffinity(0)))
     workers = 2 ** int(np.log2(min(jax.device_count(), _MOST_WORKERS)))
     console, out = Console(stderr=True), plain_console(width=max(100, Console().width))
-    settings, task = prepare(
-        "digits", {**SIZES, "layers": options.layers, "epochs": options.epochs, "seed": options.seed}
-    )
     comm = mesh_comm({"layers": workers}) if workers > 1 else None
     examples = task.steps_per_epoch * settings.training.batch_size
     out.print(
@@ -284,17 +258,17 @@ def run(args: Sequence[str]) -> None:
         trained(name, depths, experiment(settings, task, place, pair), exact_loss, console)
         for name, depths, pair, place in ways(settings.layers, comm)
     ]
-    out.print(table(runs))
-    out.print(EXPLAINED.format(*SWEEPS, *ROUGH))
-    made = experiment(settings, task)
+    target, numbers = numbers_of(runs)
+    out.print(table(target, numbers))
+    out.print(EXPLAINED)
     plan = make_plan(settings, task, console, workers=workers, seconds=2.0)
-    out.print(f"{reason(plan, workers, runs)}\n")
+    out.print(reason(plan, workers, numbers["layer-parallel"]["all_of_exact"]))
+    made = experiment(settings, task)
     with console.status("predicting times on other machines"):
-        lines = list(predictions(made, runs[0].state.params))
-    out.print("\n".join(["Predicted for the same network on other machines:", *lines, ""]))
+        out.print("\n".join(predictions(made, runs[0].state.params)))
     names: list[str] = []
     with console.status("pictures: other solvers are compiled and their gradients measured"):
         if not options.no_pictures:
-            names = save(options.out, pictures(made, workers, runs))
-    write_json(options.out / "summary.json", {"seed": options.seed, "workers": workers, "runs": numbers_of(runs)})
+            names = save(options.out, pictures(made, workers, runs, target))
+    write_json(options.out / "summary.json", {"seed": options.seed, "workers": workers, "runs": numbers})
     out.print(f"In {options.out}: {', '.join([*names, 'summary.json'])}")

@@ -1,5 +1,6 @@
 """Errors of the command line. Every error is shown in one line, with an exit code."""
 
+import contextlib
 import errno
 import itertools
 import os
@@ -49,6 +50,8 @@ def describe(error: BaseException, args: Sequence[str] = ()) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         number = signal.SIGTERM if str(error) == signal.SIGTERM.name else signal.SIGINT
         return _line(f"{number.name}: stopped"), 128 + number
+    if isinstance(error, BrokenPipeError):  # of ``| head -1``: nobody reads what comes
+        return "", 128 + signal.SIGPIPE
     if isinstance(error, UsageError):
         words = itertools.takewhile(lambda arg: not arg.startswith("-"), args)
         command = error.command or " ".join(["lp-jax", *words][:3])
@@ -65,7 +68,18 @@ def describe(error: BaseException, args: Sequence[str] = ()) -> tuple[str, int]:
         ), 1
     if "--debug" in args:
         return "".join(traceback.format_exception(error)).rstrip(), 1
-    return _line(f"{str(error) or type(error).__name__} (--debug shows where)"), 1
+    if isinstance(error, OSError) and error.filename:
+        return _line(f"{error.filename}: {error.strerror}"), 1
+    hint = " (--debug shows where)" if args[:1] == ["train"] else ""
+    where = "".join(frame.name for frame in traceback.extract_tb(error.__traceback__)[-1:])
+    return _line(f"{str(error) or f'{type(error).__name__} in {where}'}{hint}"), 1
+
+
+def show(message: str) -> None:
+    """Print a message as an error, unless there is none or nobody reads it."""
+    if message:
+        with contextlib.suppress(OSError):
+            print(message, file=sys.stderr, flush=True)
 
 
 def _line(message: str) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from lp_jax import Serial, nn
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._cost import with_costs
+from lp_jax.cli._launch import check_memory
 from lp_jax.cli._models import Pair
 from lp_jax.cli._problem import Settings
 from lp_jax.cli._task import Task
@@ -95,27 +97,27 @@ class Experiment:
         }
 
 
+def described(settings: Settings, task: Task, processes: int = 1) -> str:
+    """Return one line on the network, before anything is made for it; refuse one that does not fit this machine's memory.
+
+    It needs its parameters, a gradient and the two moments of Adam, spread over ``processes``.
+    """
+    shapes = nnx.eval_shape(lambda: experiment(settings, task).model)
+    leaves = jax.tree.leaves(nnx.state(shapes, nnx.Param))
+    line = settings.describe(sum(math.prod(leaf.shape) for leaf in leaves))
+    check_memory(line, 4 * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / processes)
+    return line
+
+
 def experiment(
-    settings: Settings,
-    task: Task,
-    place: Place = ONE_DEVICE,
-    solvers: Pair | None = None,
-    layers: int | None = None,
+    settings: Settings, task: Task, place: Place = ONE_DEVICE, solvers: Pair | None = None, layers: int | None = None
 ) -> Experiment:
     """Build the model, with its layers on the devices that use them; ``layers`` replaces their number in the settings."""
-    solver, adjoint_solver = solvers or settings.model.solvers
-    model = settings.model.build(
-        task,
-        layers or settings.layers,
-        settings.t1,
-        nnx.Rngs(settings.training.seed),
-        solver=solver,
-        adjoint_solver=adjoint_solver,
-        comm=place.comm,
-    )
-    return Experiment(
-        settings=settings, task=task, solvers=(solver, adjoint_solver), place=holding(place, model), model=model
-    )
+    pair = solvers or settings.model.solvers
+    solve = {"solver": pair[0], "adjoint_solver": pair[1], "comm": place.comm}
+    rngs = nnx.Rngs(settings.training.seed)
+    model = settings.model.build(task, layers or settings.layers, settings.t1, rngs, **solve)
+    return Experiment(settings=settings, task=task, solvers=pair, place=holding(place, model), model=model)
 
 
 SERIAL: Pair = (Serial(), Serial())
@@ -135,12 +137,9 @@ class Run:
     @property
     def rows(self) -> list[Row]:
         """Rows of the log, with work and depth in those of training."""
-        others, settings = [row for row in self.log.rows if row["kind"] != "train"], self.made.settings
-        blocks = settings.model.blocks
-        layers = settings.layers // blocks
-        return others + with_costs(
-            self.log.rows, self.made.solvers, layers=layers, blocks=blocks, examples=self.examples
-        )
+        others, blocks = [row for row in self.log.rows if row["kind"] != "train"], self.made.settings.model.blocks
+        sizes = {"layers": self.made.settings.layers // blocks, "blocks": blocks, "examples": self.examples}
+        return others + with_costs(self.log.rows, self.made.solvers, **sizes)
 
     def summary(self) -> Row:
         test, probes, last = self.log.of("test")[-1], self.log.of("probe"), self.rows[-1]

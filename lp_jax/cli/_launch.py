@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from lp_jax import MPIComm
 from lp_jax._arrays._types import PyTree
-from lp_jax.cli._errors import CommandError, UsageError, UserError, describe
+from lp_jax.cli._errors import CommandError, UsageError, UserError, describe, show
 from lp_jax.train._ranks import done_once
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ T = TypeVar("T")
 _AXES = ("layers", "data")
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # set by mpirun, mpiexec and srun
 
+_MEETING = 300.0  # seconds that processes have to find each other
 _PATIENCE = 3.0  # seconds that a process waits for the others to fail as well
 
 
@@ -56,10 +58,9 @@ class Launch:
 
 @contextlib.contextmanager
 def launched(options: argparse.Namespace, args: Sequence[str]) -> Iterator[Launch]:
-    """Join the processes of a run, yield this one, and end all together. ``args`` are the command's, for messages of errors.
+    """Join the processes of a run, yield this one, and end all together.
 
-    If all processes fail, the first one shows the error. If only some fail, each shows its error and ends the whole job,
-    because the others would wait for it.
+    If all fail, the first one shows the error. If only some fail, each shows its own and ends the job: others would wait.
     """
     launch = _launch(options)
     try:
@@ -67,10 +68,10 @@ def launched(options: argparse.Namespace, args: Sequence[str]) -> Iterator[Launc
     except (Exception, KeyboardInterrupt) as error:
         message, code = describe(error, [*args, "--debug"] if options.debug else args)
         if launch.is_root:
-            print(message, file=sys.stderr, flush=True)
+            show(message)
         alike = launch.all_failed()
         if not alike and not launch.is_root:
-            print(f"process {launch.number}: {message}", file=sys.stderr, flush=True)
+            show(f"process {launch.number}: {message}")
         if not alike:
             launch.abort(code)
         raise SystemExit(code) from None
@@ -127,9 +128,11 @@ def _mpi() -> Launch:
 def _distributed(options: argparse.Namespace) -> Launch:
     """Start ``jax.distributed``, and return this process of it."""
     address, process = options.coordinator, options.process
-    number, count = _process(process) if process is not None else (None, None)
     if (address is None) != (process is None):
         raise UsageError("--coordinator and --process belong together; under Slurm or Open MPI leave out both.")
+    number, count = (None, None) if process is None else _process(process)
+    if address is not None and number is not None and count is not None:
+        _meet(address, number, count)
     sizes = mesh_sizes(options)
     # SIGTERM is ours: a training finishes its step and saves
     jax.config.update("jax_enable_preemption_service", False)
@@ -154,6 +157,65 @@ def _distributed(options: argparse.Namespace) -> Launch:
         all_failed=_all_failed,
         abort=os._exit,  # leaving properly would wait for the other processes
     )
+
+
+def _meet(address: str, number: int, count: int) -> None:
+    """Wait for all processes at an address. Without it jax ends with a trace of its C++ where one does not come."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UsageError(f"--coordinator takes HOST:PORT, with a port from 1 to 65535; got {address!r}.")
+    show(f"process {number} of {count} waits for the others at {address}, for {_MEETING:g} s at most")
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        end = time.monotonic() + _MEETING
+        answer = _receive(family, kind, where, count, end) if number == 0 else _come(where, f"{number}/{count}", end)
+    except (OSError, UnicodeError) as error:
+        raise CommandError(f"--coordinator {address} cannot be used: {error}.") from None
+    if answer != _GO:
+        raise CommandError(f"the processes did not find each other at {address}: {answer}.")
+
+
+_GO = "go"
+
+
+def _receive(family: int, kind: int, where: Any, count: int, end: float) -> str:
+    """Return "go" when all other processes have come, and tell them."""
+    missing, come = {f"{i}/{count}" for i in range(1, count)}, []
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket(family, kind))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(where)
+        server.listen(count)
+        while missing:
+            server.settimeout(max(0.1, end - time.monotonic()))
+            try:
+                other = stack.enter_context(server.accept()[0])
+            except TimeoutError:
+                return f"{', '.join(sorted(missing))} did not come"
+            other.settimeout(5.0)
+            with contextlib.suppress(OSError):  # a stranger, or one that has left
+                name = other.recv(64).decode(errors="replace")
+                if name in missing:
+                    missing.remove(name)
+                    come.append(other)
+                else:
+                    other.sendall(f"{name} is there already, or is none of {count} processes".encode())
+        for other in come:
+            other.sendall(_GO.encode())
+    return _GO
+
+
+def _come(where: Any, name: str, end: float) -> str:
+    """Return what process 0 answers."""
+    while True:
+        try:
+            with socket.create_connection(where[:2], timeout=max(0.1, end - time.monotonic())) as first:
+                first.sendall(name.encode())
+                return first.recv(200).decode(errors="replace") or "process 0 has ended, or has begun without this one"
+        except OSError as error:
+            if time.monotonic() > end:
+                return f"process 0 did not come ({error})"
+            time.sleep(0.1)
 
 
 def _agree(signal: int | None) -> int | None:
@@ -181,6 +243,15 @@ def _all_failed() -> bool:
     return True
 
 
+def check_memory(what: str, needed: float) -> None:
+    """Refuse what needs more bytes than this machine has."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise CommandError(
+            f"{what}: this takes at least {needed / 2**30:,.0f} GiB of memory, and this machine has {there / 2**30:,.1f}."
+        )
+
+
 def mesh_sizes(options: argparse.Namespace) -> dict[str, int]:
     """Return the sizes of the axes in ``--devices`` or ``--mesh``; empty without these options."""
     if options.mesh is not None and options.devices is not None:
@@ -198,20 +269,26 @@ def mesh_sizes(options: argparse.Namespace) -> dict[str, int]:
     return sizes
 
 
+_DEVICE_BYTES = 2**17  # of memory that a device of a CPU takes, with its thread
+
+
 def set_cpu_devices(count: int) -> None:
     """Cut this machine's processor into devices, if JAX will run on it. Call this before the first use of JAX."""
+    check_memory(f"{count:,} devices", count * _DEVICE_BYTES)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
 
 
 def _started() -> tuple[str, int]:
     """Return how many processes mpirun, mpiexec or srun started, and the variable that says so."""
-    sizes = [(name, int(os.environ[name])) for name in _SIZES if os.environ.get(name, "1") != "1"]
-    return sizes[0] if sizes else ("", 1)
+    for name in _SIZES:
+        if (count := os.environ.get(name, "")).isdecimal() and int(count) > 1:
+            return name, int(count)
+    return "", 1
 
 
 def _process(text: str) -> tuple[int, int]:
     number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count) < 2**31):
         raise UsageError(f"--process takes I/N, this one of how many, like 0/2 and 1/2; got {text!r}.")
     return int(number), int(count)

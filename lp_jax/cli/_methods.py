@@ -16,7 +16,7 @@ from rich.console import Console
 from lp_jax import nn, planning, train
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Solver
-from lp_jax.cli._errors import UsageError
+from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._experiment import Experiment, Run, experiment
 from lp_jax.cli._launch import Launch
 from lp_jax.cli._problem import Settings
@@ -35,15 +35,13 @@ def train_one(
 
     All processes of ``launch`` call this together; the log of process 0 is the one in ``folder``.
     """
-    direct = "serial" if made.solvers[0].exact else "layer-parallel"
-    name = direct if method == "direct" else method
+    name = ("serial" if made.solvers[0].exact else "layer-parallel") if method == "direct" else method
     begun = time.perf_counter()
     if launch.is_root:
         folder.mkdir(parents=True, exist_ok=True)
     log = train.Log(folder / "metrics.jsonl" if launch.is_root else None)
     before = log.of("train")[-1:]
-    training, steps = made.settings.training, made.task.steps_per_epoch
-    optimizer = optax.adam(training.learning_rate)
+    optimizer, steps = optax.adam(made.settings.training.learning_rate), made.task.steps_per_epoch
     arguments: dict[str, Any] = {
         "log": log,
         "log_every": options.log_every,
@@ -86,7 +84,7 @@ def train_one(
                 state,
                 batches,
                 steps_per_epoch=steps,
-                epochs=training.epochs,
+                epochs=made.settings.training.epochs,
                 solver=made.solvers[0],
                 adjoint_solver=made.solvers[1],
                 controller=controller,
@@ -94,8 +92,11 @@ def train_one(
                 checkpoints=checkpoints,
                 **arguments,
             )
+    if launch.is_root and not (log.of("train") and log.of("test")):
+        raise CommandError(f"{log.path} has lost the rows of this run, so it has no table; choose another --out.")
     seconds = time.perf_counter() - begun if log.of("train")[-1:] != before else None
-    return Run(name, made, state, log, training.batch_size * made.task.steps_per_epoch // steps, seconds)
+    examples = made.settings.training.batch_size * made.task.steps_per_epoch // steps
+    return Run(name, made, state, log, examples, seconds)
 
 
 def _one_shot(made: Experiment, batch: Batch) -> tuple[StepFn, train.TrainState]:

@@ -9,11 +9,11 @@ import jax
 from flax import nnx
 
 from lp_jax import MGRIT, Picard, Serial, nn
-from lp_jax._arrays import _check
-from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._default import SWEEPS
 from lp_jax._solvers._solver import Solver
-from lp_jax.cli._task import Task
+from lp_jax.cli._errors import UsageError
+from lp_jax.cli._launch import unchanged
+from lp_jax.cli._task import Task, check_size
 
 Pair = tuple[Solver, Solver]
 """A forward and an adjoint solver."""
@@ -28,7 +28,7 @@ _MOST_INPUTS = 65_536  # of a dense closing layer; larger states are averaged ov
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model(abc.ABC):
-    """Settings of a network that do not depend on its task. The first line of a subclass's docstring is its help.
+    """Settings of a network. The first line of a subclass's docstring is its help.
 
     Args:
         layers: Number of layers; null is the number of steps of the sequence.
@@ -40,12 +40,8 @@ class Model(abc.ABC):
     width: int = 64
     t1: float | None = 2.0
 
-    solvers: ClassVar[Pair] = SWEEPS
-    """The best solvers measured for networks of this kind."""
-
-    blocks: ClassVar[int] = 1
-    """Number of blocks of layers, each with a solve of its own."""
-
+    solvers: ClassVar[Pair] = SWEEPS  # the best ones measured for networks of this kind
+    blocks: ClassVar[int] = 1  # of layers, each with a solve of its own
     layer_name: ClassVar[str] = "layers"
 
     @property
@@ -55,11 +51,7 @@ class Model(abc.ABC):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int):
-                _check.integer(field.name, value, least=0 if field.name == "buffers" else 1)
-        if self.t1 is not None and not self.t1 > 0:
-            raise ValueError(f"t1 must be positive; got {self.t1}.")
+            check_size(field.name, getattr(self, field.name))
 
     @classmethod
     def about(cls) -> str:
@@ -67,15 +59,7 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
-        """Return the network for a task at its initial parameters.
-
-        Args:
-            task: its data.
-            layers: number of layers.
-            t1: time at which the last layer ends.
-            rngs: keys of the parameters.
-            **solve: ``solver``, ``adjoint_solver`` and ``comm`` of the layers.
-        """
+        """Return the network for a task; ``solve`` are ``solver``, ``adjoint_solver`` and ``comm`` of the layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +85,7 @@ class Conv(Model):
     stride: int = 1
 
     def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
-        width, (*space, inputs) = self.width, task.shape
+        width, (*space, inputs) = self.width, _with_space(task.shape)
         kernel, state = (3,) * len(space), (*(-(-size // self.stride) for size in space), width)
         closing = nn.DenseClosing if math.prod(state) <= _MOST_INPUTS else nn.PoolClosing
         return nn.Classifier(
@@ -113,6 +97,14 @@ class Conv(Model):
         )
 
 
+def _with_space(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) < 2:
+        raise UsageError(
+            f"--model conv needs inputs of shape (..., height, width, channels); these have shape {shape}."
+        )
+    return shape
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pooled(Model):
     """Four blocks of convolutional layers with batch norm; images are halved and channels doubled in between."""
@@ -120,7 +112,7 @@ class Pooled(Model):
     blocks: ClassVar[int] = 4
 
     def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
-        width, (*space, inputs) = self.width, task.shape
+        width, (*space, inputs) = self.width, _with_space(task.shape)
         kernel = (3,) * len(space)
         parts: list[nnx.Module] = []
         for number in range(self.blocks):
@@ -193,7 +185,7 @@ class GRU(Model):
 
     def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
         gru = nn.GRU(task.shape[-1], self.width, units=self.units, dt=t1 / layers, rngs=rngs, **solve)
-        return nn.Classifier(_unchanged, gru, LastUnit(self.width, task.outputs, rngs=rngs))
+        return nn.Classifier(unchanged, gru, LastUnit(self.width, task.outputs, rngs=rngs))
 
 
 class LastUnit(nnx.Module):
@@ -208,7 +200,3 @@ class LastUnit(nnx.Module):
 
 def _is_token(tokens: jax.Array) -> jax.Array:
     return tokens[..., 0] > 0
-
-
-def _unchanged(x: PyTree) -> PyTree:
-    return x

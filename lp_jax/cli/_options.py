@@ -2,9 +2,10 @@
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -14,7 +15,7 @@ from jsonargparse.typing import PositiveFloat, PositiveInt, register_type
 
 import lp_jax
 from lp_jax._solvers._solver import Solver
-from lp_jax.cli._errors import UsageError
+from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._menu import MenuParser, in_words, unknown_option
 from lp_jax.cli._models import Model, Pair
 from lp_jax.cli._problem import Problem, model_and_training
@@ -24,6 +25,9 @@ from lp_jax.planning._words import code
 
 set_parsing_settings(subclasses_enabled=["is_pure_dataclass"])  # a coarse step may be `Rediscretize` or a solver
 register_type(jax.Array, float, float)  # a tolerance may be traced; here it is a number
+
+OF_THIS_CALL = ("config", "out", "resume", "skip_damaged", "debug", "mpi", "distributed", "coordinator", "process")
+"""Options of a call, not of a run: never taken from a folder."""
 
 ONE_SHOT: Pair = (lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2))
 """A line search with two sweeps leaves states from which one sweep is enough for a gradient."""
@@ -67,33 +71,92 @@ def spelled_out(args: Iterable[str]) -> Iterator[str]:
 
 
 def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
-    """Return the options on which the others depend: model, folder, processes. The others are ignored."""
+    """Return the options on which the others depend: model, folder, processes. The others are ignored.
+
+    ``named`` are all values of the options of solvers: classes and functions that this command line trusts.
+    """
     parser = MenuParser(prog=command, add_help=False, allow_abbrev=False)
     for name in ("--config", "--model", "--solver", "--adjoint_solver"):
         parser.add_argument(name)
     add_launch(parser)
     add_folder(parser, command.split()[-1])
     look = parser.parse_known_args(args)[0]
-    if look.config is not None and Path(look.config).is_file():
-        stored = get_loader("yaml")(Path(look.config).read_text(encoding="utf-8"))
-        parser.set_defaults(**{name: stored[name] for name in vars(look) if name in stored})
-        look = parser.parse_known_args(args)[0]
-    look.out = Path(look.out)
+    in_file = {} if look.config is None else _options_in(Path(look.config))
+    found = {name: _class(in_file[name]) or in_file[name] for name in vars(look) if in_file.get(name)}
+    if wrong := [name for name, value in found.items() if getattr(look, name) is False and value is not True]:
+        raise UsageError(f"--config: {wrong[0]} must be true or false; got {found[wrong[0]]!r}.")
+    parser.set_defaults(**{name: value if value is True else str(value) for name, value in found.items()})
+    look = parser.parse_known_args(args)[0]
+    words = [word for arg in args for word in arg.split("=", 1)]
+    pairs = [*itertools.pairwise(words), *((f"--{name}", value) for name, value in _leaves(in_file))]
+    look.named = {value for name, value in pairs if _SOLVER.match(name) and isinstance(value, str)}
     return look
+
+
+_SOLVER = re.compile("--(adjoint_)?solver")
+_MOST_VALUES = 10_000  # of a file of options
+
+
+def _options_in(path: Path) -> dict[str, Any]:
+    """Return what a YAML or JSON file holds."""
+    if not path.is_file():
+        raise UsageError(f"--config: there is no file {path}.")
+    try:
+        stored = get_loader("yaml")(path.read_text(encoding="utf-8"))
+        count = sum(1 for _ in itertools.islice(_leaves(stored), _MOST_VALUES))
+    except Exception as error:  # of the encoding, of the loader, of what nests without end
+        raise UsageError(f"--config: {path} cannot be read as YAML or JSON ({error}).") from None
+    if not isinstance(stored, dict) or not all(isinstance(name, str) for name in stored):
+        raise UsageError(f"--config: {path} must hold options by name, like layers: 8.")
+    if count == _MOST_VALUES:
+        raise UsageError(
+            f"--config: {path} holds {_MOST_VALUES:,} values or more; an alias counts as all that it stands for."
+        )
+    return stored
+
+
+def _leaves(tree: object, option: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the values in dictionaries and lists, each with its option: ``solver.coarse_step``."""
+    if isinstance(tree, dict) and tree:
+        if not isinstance(tree.get("class_path", ""), str) or not isinstance(tree.get("init_args", {}), dict):
+            raise ValueError(f"{option}: class_path must be a name, init_args options by name")
+        for name, value in tree.items():
+            inner = option if name in ("class_path", "init_args") else f"{option}.{name}".lstrip(".")
+            yield from _leaves(value, inner)
+    elif isinstance(tree, list) and tree:
+        for value in tree:
+            yield from _leaves(value, option)
+    else:
+        yield option, tree
+
+
+def check_trusted(stored: Mapping[str, object], look: argparse.Namespace, sources: Collection[str]) -> None:
+    """Refuse stored options that name anything but classes of lp_jax and what this command line names.
+
+    A run folder is data: whoever wrote it must not choose what is imported.
+    """
+    for option, value in _leaves({name: value for name, value in stored.items() if name not in sources}):
+        if not isinstance(value, str) or value in look.named or re.fullmatch(r"[\w=,+-]*", value):
+            continue
+        if not isinstance(getattr(lp_jax, value.removeprefix("lp_jax."), None), type):
+            raise CommandError(
+                f"{look.out / 'config.json'} names {value!r} for --{option}, which is no class of lp_jax. If you trust it, name "
+                f"it again: --{option} {value}"
+            )
 
 
 def add_launch(parser: argparse.ArgumentParser | ArgumentParser) -> None:
     add = parser.add_argument_group("Devices").add_argument
     add("--devices", type=PositiveInt, metavar="N", help="Number of devices that the layers are spread over.")
-    add("--mesh", metavar="AXES", help="Sizes of the axes that layers and examples are spread over: layers=2,data=2.")
+    about = "Sizes of the axes that layers and examples are spread over: layers=2,data=2."
+    add("--mesh", type=str, metavar="AXES", help=about)
     add("--mpi", action="store_true", help="MPI ranks hold the layers: mpirun -n 4 lp-jax train ... --mpi.")
-    add(
-        "--distributed",
-        action="store_true",
-        help="Processes of jax.distributed hold the layers: srun lp-jax train ... --distributed.",
-    )
-    add("--coordinator", metavar="HOST:PORT", help="Address of process 0; srun and mpirun set it by themselves.")
-    add("--process", metavar="I/N", help="Number of this process and of all of them, like 0/2; needs --coordinator.")
+    about = "Processes of jax.distributed hold the layers: srun lp-jax train ... --distributed."
+    add("--distributed", action="store_true", help=about)
+    about = "Address of process 0; srun and mpirun set it by themselves."
+    add("--coordinator", type=str, metavar="HOST:PORT", help=about)
+    about = "Number of this process and of all of them, like 0/2; needs --coordinator."
+    add("--process", type=str, metavar="I/N", help=about)
     add("--debug", action="store_true", help="Show the traceback of an error instead of one line.")
 
 
@@ -108,65 +171,37 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
     """Add the options of training: solvers, method, devices and output."""
     solver, adjoint_solver = (code(one) for one in model.solvers)
     add = parser.add_argument_group("Solvers").add_argument
-    add(
-        "--solver",
-        type=Solver | Literal["auto"] | None,
-        metavar="CLASS",
-        help="Solver of the layers: a class of lp_jax, or your own as module.Class. Its fields are options, like "
-        f"--solver.levels 3; --solver.help CLASS lists them. Default: {solver}. --serial is short for --solver Serial; "
-        "auto is the solver that lp-jax plan recommends.",
+    about = (
+        "Solver of the layers: a class of lp_jax, or your own as module.Class. Its fields are options, like --solver.levels 3; "
+        f"--solver.help CLASS lists them. Default: {solver}. --serial is short for --solver Serial; auto is the solver that "
+        "lp-jax plan recommends."
     )
-    add(
-        "--adjoint_solver",
-        type=Solver | None,
-        metavar="CLASS",
-        help=f"Solver of the adjoint system. Default: the same as --solver; without --solver, {adjoint_solver}.",
+    add("--solver", type=Solver | Literal["auto"] | None, metavar="CLASS", help=about)
+    about = f"Solver of the adjoint system. Default: the same as --solver; without --solver, {adjoint_solver}."
+    add("--adjoint_solver", type=Solver | None, metavar="CLASS", help=about)
+    about = "Number of iterations of the adjoint solver, without a tolerance."
+    add("--adjoint_iterations", type=PositiveInt, metavar="N", help=about)
+    about = (
+        "Number of axes of space along which coarse levels have half the points: 2 for images. Needs --solver MGRIT "
     )
-    add(
-        "--adjoint_iterations",
-        type=PositiveInt,
-        metavar="N",
-        help="Number of iterations of the adjoint solver, without a tolerance.",
-    )
-    add(
-        "--spatial",
-        type=PositiveInt,
-        metavar="D",
-        help="Number of axes of space along which coarse levels have half the points: 2 for images. Needs --solver MGRIT "
-        "--solver.relaxation FCF.",
-    )
-    add(
-        "--controller",
-        type=PositiveFloat,
-        metavar="BOUND",
-        help="Keep the gradient's error below this part of its mini-batch noise, by changing the tolerances. Try 0.1. "
-        "Needs solvers with a tolerance.",
-    )
+    add("--spatial", type=PositiveInt, metavar="D", help=about + "--solver.relaxation FCF.")
+    about = "Keep the gradient's error below this part of its mini-batch noise, by changing the tolerances. Try 0.1. "
+    add("--controller", type=PositiveFloat, metavar="BOUND", help=about + "Needs solvers with a tolerance.")
     add = parser.add_argument_group("Method").add_argument
-    add(
-        "--method",
-        choices=("direct", "one-shot", "nested"),
-        default="direct",
-        help="How to train. direct takes a step for each batch. one-shot takes all examples in each step, one step an epoch; "
-        "each solve begins where the last one ended, and the optimizer is L-BFGS. nested trains shallow "
-        "networks first, those of --depths.",
+    about = (
+        "How to train. direct takes a step for each batch. one-shot takes all examples in each step, one step an epoch; each "
+        "solve begins where the last one ended, and the optimizer is L-BFGS. nested trains shallow networks first, those of "
+        "--depths."
     )
-    add(
-        "--depths",
-        type=list[PositiveInt] | None,
-        metavar="[N, ...]",
-        help="Numbers of layers that nested goes through, the network's own last. Default: a quarter, a half and all.",
-    )
+    add("--method", choices=("direct", "one-shot", "nested"), default="direct", help=about)
+    about = "Numbers of layers that nested goes through, the network's own last. Default: a quarter, a half and all."
+    add("--depths", type=list[PositiveInt] | None, metavar="[N, ...]", help=about)
     add_launch(parser)
     add_folder(parser, problem)
     add = parser.add_argument_group("Watching").add_argument
     add("--checkpoint_every", type=PositiveInt, metavar="N", default=200, help="Number of steps between checkpoints.")
-    add(
-        "--probe_every",
-        type=PositiveInt,
-        metavar="N",
-        help="Number of steps between gradient probes. Default: 6 probes in a run.",
-    )
+    about = "Number of steps between gradient probes. Default: 6 probes in a run."
+    add("--probe_every", type=PositiveInt, metavar="N", help=about)
     add("--log_every", type=PositiveInt, metavar="N", default=10, help="Number of steps between fetching metrics.")
     add("--no_compare", action="store_true", help="Train no exact baseline for comparison.")
     add("--no_pictures", action="store_true", help="Draw no pictures.")
@@ -214,10 +249,8 @@ def parse(
     try:
         read = parser.parse_args([*config, *args])
         options = parser.instantiate(read)
-    except argparse.ArgumentError as error:
-        raise UsageError(_reason(in_words(error))) from None
-    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
-        raise UsageError(_reason(str(error))) from None
+    except (TypeError, ValueError, argparse.ArgumentError, argparse.ArgumentTypeError) as error:
+        raise UsageError(_reason(error)) from None
     try:
         model_and_training(problem, vars(options))
     except (TypeError, ValueError) as error:
@@ -255,33 +288,47 @@ def _coarsened(solver: Any, dims: int | None) -> Solver:
         raise UsageError(f"--spatial needs a solver with levels, like --solver MGRIT; got {code(solver)}.") from None
 
 
-_FRAMES = ("Parser key ", "Problem with ", "Does not validate ", "Subtypes: ", "Errors:", "Given value", "Type ")
-"""Beginnings of the lines in which jsonargparse says where a value is wrong. The others say what is wrong, for each type."""
+_PLAINER = {
+    "Expected a dot import path string:": "there is no class",
+    "<class 'int'>": "whole number",
+    "<class 'float'>": "number",
+    "does not conform to restriction v>0": "is not above 0",
+    "invalid literal for int() with base 10": "this is no whole number",
+}
 
 
-def _reason(text: str) -> str:
-    """Return the cause in a parser's message, and what solvers there are if it is about one."""
-    lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
-    causes = [line for line in lines if not line.startswith(_FRAMES)] or lines
-    cause = next((line for line in reversed(causes) if not line.startswith("Expected a ")), causes[0])
-    if cause.startswith("Expected a <") and "value" not in cause:
-        cause = f"{cause}. {lines[-1]}"
-    cause = re.sub(r"Expected a dot import path string: (.*)", r"there is no solver '\1'", cause)
-    if key := re.match(r'Parser key "([\w.]+)":', text):
-        cause = f"--{key[1]}: {cause}"
-    if not re.match("--(adjoint_)?solver:", cause):
+def _reason(error: BaseException) -> str:
+    """Return the innermost cause of a parser's error, after the name of its option."""
+    keys: list[str] = []
+    while True:
+        key = re.match(r'Parser key "([\w.]+)"', str(error))
+        if key and key[1] not in keys[-1:]:
+            keys.append(key[1])
+        if error.__cause__ is None:
+            break
+        error = error.__cause__
+    cause = in_words(error) if isinstance(error, argparse.ArgumentError) else str(error)
+    for words, plainer in _PLAINER.items():
+        cause = cause.replace(words, plainer)
+    if keys:
+        cause = f"--{'.'.join(keys)}: {cause}"
+    if keys not in (["solver"], ["adjoint_solver"]):
         return cause
     classes = "MGRIT, Picard, Secant, Windowed, Newton, Serial or module.Class"
     return f"{cause}. It is {classes}, then its options, like --solver.levels 3; --solver.help CLASS lists them."
 
 
 def overridden(stored: Mapping[str, Any], look: argparse.Namespace) -> dict[str, Any]:
-    """Return stored options without those that the command line replaces as a whole."""
-    void: set[str] = set()
-    if look.solver is not None:  # another class does not inherit fields
+    """Return stored options without those of one call, and those that the command line replaces as a whole."""
+    void = set(OF_THIS_CALL)
+    if look.solver not in (None, _class(stored.get("solver"))):  # another class does not inherit fields
         void |= {"solver", "adjoint_solver", "adjoint_iterations", "spatial"}
-    if look.adjoint_solver is not None:
+    if look.adjoint_solver not in (None, _class(stored.get("adjoint_solver"))):
         void |= {"adjoint_solver", "adjoint_iterations"}
     if look.devices or look.mesh or look.mpi or look.distributed:
         void |= {"devices", "mesh"}
     return {name: value for name, value in stored.items() if name not in void}
+
+
+def _class(stored: object) -> object:
+    return stored.get("class_path") if isinstance(stored, dict) else None

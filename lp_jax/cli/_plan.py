@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import platform
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from rich.console import Console
 
 from lp_jax import planning
-from lp_jax.cli._errors import CommandError, UsageError
-from lp_jax.cli._experiment import experiment
+from lp_jax.cli._errors import UsageError
+from lp_jax.cli._experiment import described, experiment
 from lp_jax.cli._menu import MenuParser, description
 from lp_jax.cli._options import first_look, parse, parser_of, spelled_out
 from lp_jax.cli._problem import Settings
@@ -41,12 +42,16 @@ def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | N
         [(f"lp-jax plan {name} --workers 8 --save machine.json", "for eight such machines; keep what was measured")],
     )
     parser = parser_of(f"lp-jax plan {name}", problem, kind, about, frozenset({"epochs", "learning_rate"}))
-    _add_network(parser)
+    add = _add_plan(parser).add_argument
+    add("--machine", type=Path, metavar="FILE", help="Machine file, to read instead of measuring.")
+    add("--save", type=Path, metavar="FILE", help="File to store the measurements in.")
+    add("--seconds", type=PositiveFloat, metavar="X", default=10.0, help="Time for compiling gradients of candidates.")
     options, _ = parse(parser, problem, args)
-    machine = None if options.machine is None else _machine(options.machine)
+    machine = None if options.machine is None else planning.Machine.load(options.machine)
     settings, task = prepare(name, vars(options))
     if not 1 <= options.workers <= settings.layers:
         raise UsageError(f"--workers must be from 1 to the {settings.layers} layers; got {options.workers}.")
+    print(described(settings, task), file=sys.stderr)
     limits = {"error": options.error, "seconds": options.seconds}
     plan = make_plan(settings, task, Console(stderr=True), machine=machine, workers=options.workers, **limits)
     if options.save is not None:
@@ -63,7 +68,7 @@ def _of_machine(args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
     parser.add_argument("--layers", type=PositiveInt, metavar="N", required=True, help="Number of layers.")
     _add_plan(parser)
     options = parser.parse_args(list(spelled_out(args)))
-    machine = _machine(options.file)
+    machine = planning.Machine.load(options.file)
     try:
         plan = planning.choose(options.layers, machine, workers=options.workers, error=options.error)
     except ValueError as error:
@@ -105,29 +110,9 @@ def make_plan(
 
 def _add_plan(parser: argparse.ArgumentParser | ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("Plan")
-    group.add_argument(
-        "--workers",
-        type=PositiveInt,
-        metavar="N",
-        default=1,
-        help="Number of devices that the layers are spread over.",
-    )
-    group.add_argument(
-        "--error", type=PositiveFloat, metavar="X", default=1e-2, help="Largest relative error of the gradient."
-    )
+    about = "Number of devices that the layers are spread over."
+    group.add_argument("--workers", type=PositiveInt, metavar="N", default=1, help=about)
+    about = "Largest relative error of the gradient."
+    group.add_argument("--error", type=PositiveFloat, metavar="X", default=1e-2, help=about)
     group.add_argument("--out", type=Path, metavar="FOLDER", help="Folder for plan.png.")
     return group
-
-
-def _add_network(parser: ArgumentParser) -> None:
-    add = _add_plan(parser).add_argument
-    add("--machine", type=Path, metavar="FILE", help="Machine file, to read instead of measuring.")
-    add("--save", type=Path, metavar="FILE", help="File to store the measurements in.")
-    add("--seconds", type=PositiveFloat, metavar="X", default=10.0, help="Time for compiling gradients of candidates.")
-
-
-def _machine(path: Path) -> planning.Machine:
-    try:
-        return planning.Machine.load(path)
-    except (OSError, ValueError) as error:
-        raise CommandError(str(error)) from None

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import functools
 import json
 import os
 import platform
@@ -54,7 +53,7 @@ def drop_if_not_begun(folder: Path) -> None:
 def locked(folder: Path, say: Callable[[str], object]) -> Iterator[None]:
     """Keep other runs out of the folder. The lock of a process that ended is taken over, with a message."""
     path = folder / LOCK
-    with path.open("a+", encoding="utf-8") as file:
+    with path.open("a+", encoding="utf-8", errors="replace") as file:
         file.seek(0)
         owner = file.read().strip()
         try:
@@ -81,7 +80,9 @@ def stored_run(folder: Path, problem: str) -> dict[str, Any]:
     try:
         stored = json.loads(config.read_text(encoding="utf-8"))
         run = {name: stored[name] for name in ("problem", "options", "fingerprint", "solver", "adjoint_solver")}
-    except (ValueError, TypeError, KeyError):
+        if not isinstance(run["options"], dict) or not isinstance(run["fingerprint"]["model"], str):
+            raise TypeError
+    except (ValueError, TypeError, KeyError, OSError, RecursionError):
         raise CommandError(f"{config} is not the configuration of a run; it cannot be resumed.") from None
     if run["problem"] != problem:
         raise CommandError(f"{folder} holds a run on {run['problem']}, not {problem}; choose another --out.")
@@ -189,8 +190,8 @@ def summary(runs: Sequence[Run]) -> dict[str, object]:
     }
 
 
-def gradient_errors(made: Experiment, params: PyTree) -> "Callable[[], Figure]":
-    """Measure gradient errors on the last batch, for several numbers of iterations and coarse steps; return the picture."""
+def gradient_errors(made: Experiment, params: PyTree) -> "Figure":
+    """Draw gradient errors on the last batch, for several numbers of iterations and coarse steps."""
     from lp_jax import viz
     from lp_jax.viz._describe import variants
 
@@ -199,20 +200,15 @@ def gradient_errors(made: Experiment, params: PyTree) -> "Callable[[], Figure]":
     with quick_compilation():
         solves = residuals(made.model, params, batch, solver, adjoint_solver, loss=made.task.measure)
         taken = int(solves.forward.iterations), int(solves.adjoint.iterations)
-        compared, adjoints = variants(solver), variants(adjoint_solver)
-        most = ITERATIONS if len(compared) > 1 else min(max(*taken, ITERATIONS), MOST_ITERATIONS)
+        adjoints = variants(adjoint_solver)
+        pairs = {name: (variant, adjoints.get(name, adjoint_solver)) for name, variant in variants(solver).items()}
+        most = ITERATIONS if len(pairs) > 1 else min(max(*taken, ITERATIONS), MOST_ITERATIONS)
         choices = {
-            name: [
-                made.gradient_error(
-                    params, batch, with_effort(variant, n), with_effort(adjoints.get(name, adjoint_solver), n)
-                )
-                for n in range(1, most + 1)
-            ]
-            for name, variant in compared.items()
+            name: [made.gradient_error(params, batch, *(with_effort(s, n) for s in pair)) for n in range(1, most + 1)]
+            for name, pair in pairs.items()
         }
         own = made.gradient_error(params, batch, solver, adjoint_solver)
-    return functools.partial(
-        viz.gradient_errors,
+    return viz.gradient_errors(
         choices,
         run=(f"this run, {type(solver).__name__}:\n{taken[0]} forward, {taken[1]} adjoint", taken[0], own),
         iteration=iteration_name(solver),
@@ -220,7 +216,7 @@ def gradient_errors(made: Experiment, params: PyTree) -> "Callable[[], Figure]":
     )
 
 
-def pictures(runs: Sequence[Run], errors: "Callable[[], Figure] | None") -> "dict[str, Figure]":
+def pictures(runs: Sequence[Run], errors: "Figure | None") -> "dict[str, Figure]":
     """Return the pictures by file name; a serial run has no pictures of residuals and gradient errors."""
     from lp_jax import viz
 
@@ -238,7 +234,7 @@ def pictures(runs: Sequence[Run], errors: "Callable[[], Figure] | None") -> "dic
         names = code(solver), code(adjoint_solver)
         figures["residuals.png"] = viz.residuals(first.log.rows, iteration=iteration_name(solver), solvers=names)
     if errors is not None:
-        figures["gradient_error.png"] = errors()
+        figures["gradient_error.png"] = errors
     return figures
 
 

@@ -1,6 +1,7 @@
 """A task that a network learns: settings of training, and data as batches."""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 
@@ -22,6 +23,19 @@ Predict = Callable[[PyTree], np.ndarray]
 _EVALUATION_BATCH = 500
 
 
+_LARGEST = 2**31 - 1
+
+
+def check_size(name: str, value: int | float | None) -> None:
+    """Refuse a setting of a model or a training that is not positive, or too large for arrays of JAX."""
+    if isinstance(value, int):
+        _check.integer(name, value, least=0 if name in ("seed", "buffers") else 1)
+        if value > _LARGEST:
+            raise ValueError(f"{name} must be at most {_LARGEST}; got {value}.")
+    elif value is not None and name != "dropout" and not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite; got {value}.")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
     """Training.
@@ -39,11 +53,8 @@ class Training:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check.integer("epochs", self.epochs, least=1)
-        _check.integer("batch_size", self.batch_size, least=1)
-        _check.integer("seed", self.seed, least=0)
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be positive; got {self.learning_rate}.")
+        for field in dataclasses.fields(self):
+            check_size(field.name, getattr(self, field.name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

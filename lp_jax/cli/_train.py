@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -14,19 +13,19 @@ import numpy as np
 from rich.console import Console
 
 from lp_jax._arrays._types import PyTree
+from lp_jax.cli import _options
 from lp_jax.cli import _report as report
 from lp_jax.cli._errors import CommandError, UsageError
-from lp_jax.cli._experiment import SERIAL, Experiment, Run, experiment
-from lp_jax.cli._launch import Launch, launched, mesh_sizes, set_cpu_devices
+from lp_jax.cli._experiment import SERIAL, Experiment, Run, described, experiment
+from lp_jax.cli._launch import Launch, launched
 from lp_jax.cli._menu import description
 from lp_jax.cli._methods import check_method, train_one
 from lp_jax.cli._models import Pair
-from lp_jax.cli._options import add_training, first_look, overridden, parse, parser_of, solvers, spelled_out
 from lp_jax.cli._plan import make_plan
-from lp_jax.cli._problem import Problem, Settings
+from lp_jax.cli._problem import Settings
 from lp_jax.cli._settings import find, prepare
 from lp_jax.cli._task import Task
-from lp_jax.cli._workers import workers
+from lp_jax.cli._workers import spread, workers
 from lp_jax.nn._export import first_difference
 from lp_jax.planning._words import code
 from lp_jax.train import Interrupted, confusion_matrix, predict
@@ -34,36 +33,30 @@ from lp_jax.train import Interrupted, confusion_matrix, predict
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Options of a call, not of a run: never taken from the folder.
-_OF_THIS_CALL = ("config", "out", "resume", "skip_damaged", "debug", "mpi", "distributed", "coordinator", "process")
 _MOST_CLASSES = 100  # of a legible picture
 
 
 def run(name: str, args: Sequence[str]) -> None:
-    problem, args = find(name), list(spelled_out(args))
-    look = first_look(args, f"lp-jax train {name}")
+    args = list(_options.spelled_out(args))
+    look = _options.first_look(args, f"lp-jax train {name}")
     with launched(look, ["train", name, *args]) as processes, contextlib.ExitStack() as stack:
-        _train(name, problem, args, look, processes, stack)
+        _train(name, args, look, processes, stack)
 
 
 def _train(
-    name: str,
-    problem: Problem,
-    args: Sequence[str],
-    look: argparse.Namespace,
-    processes: Launch,
-    stack: contextlib.ExitStack,
+    name: str, args: Sequence[str], look: argparse.Namespace, processes: Launch, stack: contextlib.ExitStack
 ) -> None:
-    folder, console = look.out, report.plain_console(stderr=True, quiet=not processes.is_root)
+    problem, folder, console = find(name), look.out, report.plain_console(stderr=True, quiet=not processes.is_root)
     earlier = processes.once(lambda: report.stored_run(folder, name)) if look.resume else None
-    stored = None if earlier is None else overridden(earlier["options"], look)
+    stored = None if earlier is None else _options.overridden(earlier["options"], look)
     kind = problem.kind(look.model or (stored or {}).get("model"))
     if earlier is not None and kind != earlier["fingerprint"]["model"]:
         raise _another_model(folder, earlier["fingerprint"], {"model": kind})
-    parser = parser_of(f"lp-jax train {name}", problem, kind, description(problem.about, problem.examples))
-    add_training(parser, problem.models[kind], name)
-    options, kept = parse(parser, problem, args, stored)
-    pair = solvers(options, problem.models[kind])
+    _options.check_trusted(stored or {}, look, problem.sources)
+    parser = _options.parser_of(f"lp-jax train {name}", problem, kind, description(problem.about, problem.examples))
+    _options.add_training(parser, problem.models[kind], name)
+    options, kept = _options.parse(parser, problem, args, stored)
+    pair = _options.solvers(options, problem.models[kind])
     if not options.no_pictures:
         import_module("lp_jax.viz")  # which takes half a second; it fails now rather than after the training
     if earlier is None:
@@ -75,23 +68,24 @@ def _train(
     check_method(options, settings)
     if earlier is not None and first_difference(earlier["fingerprint"], settings.fingerprint()):
         raise _another_model(folder, earlier["fingerprint"], settings.fingerprint())
+    sizes = spread(options, settings)
+    console.print("\n".join(filter(None, (described(settings, task, processes.size), task.about))))
     if options.solver == "auto":
-        pair = _recommended(settings, task, mesh_sizes(options), console, processes)
+        pair = _recommended(settings, task, sizes, console, processes)
     texts = {"solver": repr(pair[0]), "adjoint_solver": repr(pair[1])}
     mine = json.loads(json.dumps(settings.flat() | texts, default=str))  # as another process receives it
     if difference := first_difference(processes.once(lambda: mine), mine):
         raise CommandError(f"this process was started otherwise than the first: {difference}.")
-    made = experiment(settings, task, workers(options, settings, processes.size, pair), pair)
+    made = experiment(settings, task, workers(options, sizes, settings.layers, processes.size, pair), pair)
     if earlier is not None and any(earlier[which] != text for which, text in texts.items()):
         console.print(f"the solver changes, from {earlier['solver']}")
     if processes.is_root:
-        elsewhere = _OF_THIS_CALL if processes.size == 1 else (*_OF_THIS_CALL, "devices", "mesh")
+        elsewhere = _options.OF_THIS_CALL if processes.size == 1 else (*_options.OF_THIS_CALL, "devices", "mesh")
         kept = {option: value for option, value in kept.items() if option not in elsewhere}
         report.write_json(
             folder / report.CONFIG, {"problem": name, "options": kept, "fingerprint": settings.fingerprint(), **texts}
         )
-    size = settings.describe(made.place.count(made.params))
-    for line in (size, task.about, made.place.about(), f"forward: {code(pair[0])}", f"adjoint: {code(pair[1])}"):
+    for line in (made.place.about, f"forward: {code(pair[0])}", f"adjoint: {code(pair[1])}"):
         if line:
             console.print(line)
     _show(_runs(made, options, console, processes), options, console, processes.is_root)
@@ -126,8 +120,6 @@ def _recommended(settings: Settings, task: Task, sizes: Mapping[str, int], conso
         raise UsageError(
             "--solver auto measures, and each process could choose another solver; pass the solver that lp-jax plan recommends."
         )
-    if sizes:
-        set_cpu_devices(math.prod(sizes.values()))
     plan = make_plan(settings, task, console, workers=min(sizes.get("layers", 1), settings.layers))
     console.print(f"auto: {plan.reason}")
     return plan.solver, plan.adjoint_solver
@@ -150,15 +142,16 @@ def _show(runs: Sequence[Run], options: argparse.Namespace, console: Console, is
     report.write_json(folder / "summary.json", report.summary(runs))
     if not options.no_pictures:
         figures = report.pictures(runs, errors) | answers
+    names = ["metrics.jsonl", "summary.json", "config.json", "checkpoints", *report.save(folder, figures)]
+    if samples is not None:
+        (folder / "samples.txt").write_text(samples + "\n", encoding="utf-8")
+        names.append("samples.txt")
     out = report.plain_console()
     out.print(report.table(runs), soft_wrap=False)
     for remark in report.remarks(runs):
         out.print(remark)
-    names = ["metrics.jsonl", "summary.json", "config.json", "checkpoints", *report.save(folder, figures)]
     if samples is not None:
         out.print(f"\n{samples}\n")
-        (folder / "samples.txt").write_text(samples + "\n", encoding="utf-8")
-        names.append("samples.txt")
     out.print(f"In {folder}: {', '.join(names)}")
 
 

@@ -26,10 +26,6 @@ from lp_jax.train._ranks import RankCheckpoints
 from lp_jax.train._types import Batch, LossFn
 
 
-def _count(params: PyTree) -> int:
-    return sum(np.size(leaf) for leaf in jax.tree.leaves(params))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
     """The devices of the layers and of the examples of a batch. The default is a single device."""
@@ -37,11 +33,10 @@ class Place:
     comm: MeshComm | MPIComm | None = None  # devices of the solves
     ranks: Ranks | None = None  # MPI ranks that hold the layers, if any
     devices: int = 1  # number of devices
-    about: Callable[[], str] = str  # a line on them
+    about: str = ""  # a line on them
     everywhere: Callable[[PyTree], PyTree] = unchanged  # from arrays of one worker to arrays on all workers
     share: Callable[[PyTree], PyTree] = unchanged  # spreads a batch over the workers
     loss: Callable[[LossFn], LossFn] = unchanged  # from the loss of a share to that of a whole batch
-    count: Callable[[PyTree], int] = _count  # number of all parameters
     checkpoints: Callable[..., Checkpoints | RankCheckpoints] = Checkpoints  # of a run: (folder, config=...)
 
 
@@ -51,13 +46,10 @@ ONE_DEVICE = Place()
 def devices(comm: MeshComm) -> Place:
     """Return the devices of a mesh, of one process or of several."""
     mesh = comm.mesh
-
-    def about() -> str:
-        shape = ", ".join(f"{name} {n}" for name, n in mesh.shape.items())
-        parts = set(mesh.devices.flat) & set(jax.local_devices(backend="cpu"))
-        cores = len(os.sched_getaffinity(0))
-        shared = f"; {len(parts)} of them share {cores} cores: times say nothing of as many processors"
-        return f"devices: {shape}{_of_processes(jax.process_count())}{shared if len(parts) > cores else ''}"
+    about = f"devices: {', '.join(f'{name} {n}' for name, n in mesh.shape.items())}{_of_processes(jax.process_count())}"
+    parts, cores = set(mesh.devices.flat) & set(jax.local_devices(backend="cpu")), len(os.sched_getaffinity(0))
+    if len(parts) > cores:
+        about += f"; {len(parts)} of them share {cores} cores: times say nothing of as many processors"
 
     def share(batch: PyTree) -> PyTree:
         return jax.tree.map(lambda x: _put(x, mesh, PartitionSpec("data")), batch)
@@ -82,19 +74,13 @@ def copies(comm: MeshComm) -> Place:
 
 def rank_grid(ranks: Ranks) -> Place:
     """Return the ranks of an MPI job."""
-
-    def count(params: PyTree) -> int:
-        sizes = ranks.sums(jax.tree.map(lambda x: np.asarray([x.size], np.int32), params))
-        return sum(int(leaf[0]) for leaf in jax.tree.leaves(sizes))
-
     return Place(
         comm=ranks.layers,
         ranks=ranks,
         devices=ranks.layers.size * ranks.data.size,
-        about=lambda: f"MPI ranks: layers {ranks.layers.size}, data {ranks.data.size}",
+        about=f"MPI ranks: layers {ranks.layers.size}, data {ranks.data.size}",
         share=ranks.local_batch,
         loss=ranks.loss,
-        count=count,
         checkpoints=ranks.checkpoints,
     )
 
@@ -124,15 +110,26 @@ def _put(x: jax.Array | np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Arra
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def workers(options: argparse.Namespace, settings: Settings, processes: int, solvers: Pair) -> Place:
-    """Return the place of a run by its options. A CPU is cut into the devices of a mesh."""
-    sizes = mesh_sizes(options)
-    if settings.training.batch_size % sizes.get("data", 1):
+def spread(options: argparse.Namespace, settings: Settings) -> dict[str, int]:
+    """Return the axes of ``--devices`` or ``--mesh``, if this network fits them. A CPU is cut into as many devices."""
+    sizes, batch_size = mesh_sizes(options), settings.training.batch_size
+    if batch_size % sizes.get("data", 1):
         raise UsageError(
-            f"--batch_size {settings.training.batch_size} cannot be split evenly over data={sizes['data']}; choose a multiple."
+            f"--batch_size {batch_size} cannot be split evenly over data={sizes['data']}; choose a multiple."
         )
+    if sizes.get("layers", 1) > settings.layers:
+        raise UsageError(
+            f"{settings.layers} layers cannot be spread over layers={sizes['layers']} devices; name fewer."
+        )
+    if not options.distributed:
+        set_cpu_devices(math.prod(sizes.values()))
+    return sizes
+
+
+def workers(options: argparse.Namespace, sizes: Mapping[str, int], layers: int, processes: int, solvers: Pair) -> Place:
+    """Return the place of a run by its options."""
     if options.mpi:
-        return rank_grid(_grid(sizes, processes, settings.layers, solvers))
+        return rank_grid(_grid(sizes, processes, layers, solvers))
     if options.distributed or math.prod(sizes.values()) > 1:
         return devices(_mesh(sizes, processes))
     return ONE_DEVICE
@@ -152,15 +149,14 @@ def _grid(sizes: Mapping[str, int], processes: int, layers: int, solvers: Pair) 
             f"{layers} layers can be cut into {busy} runs that cut no interval of this solver, and there are {rows} ranks "
             "for them; start fewer, spread the examples too (--mesh layers=...,data=...), or coarsen less."
         )
-    return Ranks.grid(data=copies)
+    ranks = Ranks.grid(data=copies)
+    return dataclasses.replace(ranks, layers=dataclasses.replace(ranks.layers, check=True))
 
 
-def _mesh(sizes: dict[str, int], processes: int) -> MeshComm:
+def _mesh(sizes: Mapping[str, int], processes: int) -> MeshComm:
     """Return the mesh of these axes; without axes, all devices in one row."""
-    if processes == 1:
-        set_cpu_devices(math.prod(sizes.values()))
     there = jax.device_count()
-    sizes = {"layers": 1} | sizes if sizes else {"layers": there}
+    sizes = {"layers": 1, **sizes} if sizes else {"layers": there}
     needed = math.prod(sizes.values())
     if there < needed or (processes > 1 and there != needed):
         raise CommandError(

@@ -65,11 +65,12 @@ def read_rows(path: str | os.PathLike[str]) -> Iterable[Row]:
     Raises:
         ValueError: if another line is not a row.
     """
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            row["kind"], row["step"]
+            if not isinstance(row["kind"], str) or not isinstance(row["step"], int):
+                raise TypeError
         except (ValueError, TypeError, KeyError):
             if number == len(lines):
                 return
