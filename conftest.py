@@ -40,7 +40,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _measure._SAMPLES, _measure._SAMPLE = 1, 1e-3
 
 # The programs that tests start are not collected: the search for examples would import them.
-collect_ignore_glob = ["tests/[!t]*.py"]
+collect_ignore_glob = ["tests/helpers/*"]
 
 _BESIDE = Path(__file__).resolve().parents[1] / "shared"
 

@@ -1,6 +1,6 @@
 """A gate on counts: evaluations, depth, messages and temporary memory of reference solves, held in counts.json.
 
-A number that changes is a line in the CHANGELOG. ``python tests/test_counts.py`` measures all anew and writes the file.
+A number that changes is a line in the CHANGELOG. ``python tests/core/test_counts.py`` measures all anew and writes the file.
 """
 
 import collections
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # as the tests run
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "helpers")]
     import conftest  # noqa: F401
 
 import jax

@@ -14,7 +14,7 @@ from PIL import Image
 
 from lp_jax import data
 
-PAGE = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 
 
 def write(path, content):

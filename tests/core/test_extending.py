@@ -17,7 +17,7 @@ import lp_jax
 from lp_jax import planning, viz
 from lp_jax.planning._schedule import count
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "extending.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 SECTIONS = {
     s.splitlines()[0]: "".join(re.findall(r"```python\n(.*?)```", s, re.DOTALL))

@@ -24,7 +24,7 @@ import lp_jax.train
 import lp_jax.train.contrib
 import lp_jax.viz
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])

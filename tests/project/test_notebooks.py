@@ -14,7 +14,7 @@ import pytest
 
 from conftest import QUICK
 
-FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 SOURCES = sorted(FOLDER.glob("[0-9]*.py"))
 COMPUTE = {"05_recurrent_network"}  # more than they compile
 EXECUTED = "06_layers_over_devices"  # makes devices, so it needs a process of its own

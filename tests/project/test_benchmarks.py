@@ -38,7 +38,7 @@ from benchmarks.manifest import manifest
 from lp_jax import cli, planning
 from lp_jax.planning._cost import pipeline
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 
 

@@ -1,6 +1,6 @@
 """Statements of docs/internals.md on the code: its drawing of the calls, made from a traceback, and its tour.
 
-``python tests/test_internals.py`` prints the drawing.
+``python tests/project/test_internals.py`` prints the drawing.
 """
 
 import re
@@ -17,7 +17,7 @@ from lp_jax._levels._layer import LayerStep
 from lp_jax._solvers._default import SWEEPS
 
 PACKAGE = Path(lp_jax.__file__).parent
-PAGE = Path(__file__).parents[1] / "docs" / "internals.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals.md"
 SOLVERS = {
     "serial": (lp_jax.Serial(), 1),
     "picard": (lp_jax.Picard(sweeps=2), 1),

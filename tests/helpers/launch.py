@@ -32,7 +32,9 @@ def start(command: list, **environment: str) -> subprocess.Popen:
     """A program in a session of its own."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_", "XLA_", "JAX_"))}
     env |= {
-        "PYTHONPATH": str(HERE.parent),  # of conftest.py
+        "PYTHONPATH": os.pathsep.join(
+            map(str, (HERE.parents[1], *HERE.parent.glob("[!_]*/")))
+        ),  # of conftest.py, and the tests
         "TMPDIR": tempfile.mkdtemp(dir=_SCRATCH),  # MPI jobs that share one clear up each other's files there
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

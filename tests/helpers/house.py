@@ -1,10 +1,10 @@
-"""Sizes of the package: ``python tests/house.py`` prints them, and test_structure.py holds some as ceilings."""
+"""Sizes of the package: ``python tests/helpers/house.py`` prints them, and test_structure.py holds some as ceilings."""
 
 import importlib
 import types
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CORE = ("_arrays", "_comms", "_levels", "_solvers", "_programs", ".")
 """Folders of the core; "." is the modules directly in lp_jax."""
 PACKAGES = ("", "multigrid", "data", "nn", "planning", "train", "viz")

@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from test_docs import PAGES, blocks, same
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 

@@ -13,7 +13,7 @@ import pytest
 import lp_jax
 from benchmarks import scan_problems, scans
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "free_ranks")
 

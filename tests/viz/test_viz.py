@@ -389,7 +389,7 @@ def test_a_notebook_shows_a_figure_without_pyplot():
 
 def test_the_pictures_of_the_pages_are_those_that_are_drawn_today(monkeypatch):
     """Their numbers and texts; ``python docs/images.py`` draws them anew."""
-    docs = Path(__file__).parents[1] / "docs"
+    docs = Path(__file__).parents[2] / "docs"
     monkeypatch.syspath_prepend(docs)
     images = importlib.import_module("images")
     drawn, stored = images.figures(), json.loads((docs / "images" / "data.json").read_text())
