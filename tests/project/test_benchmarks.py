@@ -572,7 +572,7 @@ def test_model_end_to_end(tmp_path, capsys):
     machines = {name.split()[-1]: machine for name, machine in model.read(tmp_path / "machines.json").items()}
     assert set(machines) == {"alone", "devices"}
     slower = machines["devices"].forward[0] / machines["alone"].forward[0]
-    assert machines["devices"].serial[1] == pytest.approx(slower * machines["alone"].serial[1])
+    assert machines["devices"].gradient[0] == pytest.approx(slower * machines["alone"].gradient[0])
     assert machines["devices"].latency > 0 and machines["alone"].latency == 0
     assert run("--kept") == said
     with pytest.raises(SystemExit):
