@@ -1,7 +1,7 @@
 """A plug-in for pytest that sends every ``jax.lax.scan`` through `lp_jax.parallel`, to run the tests of other libraries.
 
-In a checkout of theirs: ``SOLVER=sweeps PYTHONPATH=path/to/lp_jax/tests/helpers python -m pytest -p every_scan tests``. ``SOLVER`` is
-"serial", "sweeps" or "default". At the end it prints how many scans were solved, and why others were not.
+In a checkout of theirs: ``SOLVER=sweeps PYTHONPATH=path/to/lp_jax/tests/helpers python -m pytest -p every_scan tests``.
+``SOLVER`` is "serial", "sweeps" or "default". At the end it prints how many scans were solved, and why others were not.
 """
 
 import collections
