@@ -118,7 +118,7 @@ class Machine:
         if parts == 1:
             return self
         factor = self.overhead + (1 - self.overhead) / parts
-        batches = self.at_once if len(self.at_once) > 1 else ()  # layers one after another stay so
+        batches = () if self.at_once == (1,) else self.at_once  # layers one after another stay so
         times = {kind: getattr(self, kind) for kind in self.kinds}
         divided: dict[str, Any] = {kind: (t[0] * factor, *(t if batches else ())) for kind, t in times.items()}
         return dataclasses.replace(

@@ -206,7 +206,7 @@ def _instead(plan: Plan) -> str:
     many = max(2, plan.workers)
     row = plan.scaling((many,))[0]
     known = {"along the examples": row.data, "in a pipeline": row.pipeline, "along the layers": row.layers}
-    seconds, name = min((seconds, name) for name, seconds in known.items() if seconds is not None)
+    seconds, name = min(((s, name) for name, s in known.items() if s is not None), default=(math.inf, ""))
     gain = plan.serial_seconds / seconds
     better = f"{name}, {times(gain)} times as fast as on one."
     return f"On {many} devices: {better}" if gain >= 1.01 else f"On {many} devices nothing helps either."

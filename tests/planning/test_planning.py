@@ -249,6 +249,8 @@ def test_half_of_the_examples_take_the_time_of_half_of_the_layers():
     assert machine.divided(1) is machine
     looped = (planning.Machine(**ONE, overhead=part).divided(4) for part in (0.0, 1.0))
     assert [one.seconds("adjoint", 1) for one in looped] == [0.25, 1.0]
+    batch = planning.Machine(**ONE | {"at_once": (8,)}, examples=8).divided(2)  # only a batch is known
+    assert [batch.seconds("forward", n) for n in (16, 32)] == [1.0, 2.0]
 
 
 def test_gradients_are_summed_over_workers_with_other_examples():
@@ -382,6 +384,10 @@ def test_solvers_left_out_for_lack_of_time_are_counted():
     assert found.reason.startswith(f"{text} On 2 devices")
     one = dataclasses.replace(planning.choose(1024, UNFILLED, probe=lambda *pair: probed(1e-3)), unprobed=1)
     assert one.reason.endswith("on one worker. 1 solver predicted faster was left out for lack of time.")
+
+
+def test_nothing_helps_a_single_layer_with_a_single_example():
+    assert str(planning.choose(1, planning.Machine(**ONE))).count("On 2 devices nothing helps either.") == 1
 
 
 def test_solvers_of_the_user_are_probed_first_and_a_compiled_program_runs_to_its_end(clock):
