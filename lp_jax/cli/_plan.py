@@ -45,7 +45,7 @@ def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | N
     add = _add_plan(parser).add_argument
     add("--machine", type=Path, metavar="FILE", help="Machine file, to read instead of measuring.")
     add("--save", type=Path, metavar="FILE", help="File to store the measurements in.")
-    add("--seconds", type=PositiveFloat, metavar="X", default=10.0, help="Time for all measurements, in seconds.")
+    add("--seconds", type=PositiveFloat, metavar="X", default=10.0, help="Seconds to time layers and probe gradients.")
     options, _ = parse(parser, problem, args)
     machine = None if options.machine is None else planning.Machine.load(options.machine)
     settings, task = prepare(name, vars(options))

@@ -108,8 +108,7 @@ def solving(
 def serial(problem: Problem) -> tuple[float, float]:
     """Seconds of a layer in serial propagation: forward, and the further seconds of the gradient."""
     forward = jax.jit(lambda arrays: problem.replace(**arrays).solve(solver=Serial()).y1)
-    (first,) = seconds([partial(forward, arrays(problem))])
-    (whole,) = seconds([partial(solving(problem), Serial(), Serial(), None)])
+    first, whole = seconds([partial(forward, arrays(problem)), partial(solving(problem), Serial(), Serial(), None)])
     return first / problem.layers, max(whole - first, _LEAST) / problem.layers
 
 

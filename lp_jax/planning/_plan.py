@@ -52,8 +52,8 @@ def plan(
         comm: the workers themselves, if they are at hand; by default those of the problem. The times of their messages are
             always measured. On MPI ranks all call this together.
         machine: times of the layers; None measures them (`calibrate`).
-        seconds: bound of the whole call: calibration, which has half of it, then probes. A measurement that has
-            begun is finished, its compilations included. None starts after that time. The plan names those left out.
+        seconds: bound of calibration, which has half of it, and probes. It counts once messages are measured. A measurement that
+            has begun is finished, its compilations included. None starts after that time. The plan names those left out.
         solvers: further solvers to compare, your own or with your settings, or pairs (solver, adjoint solver). They are
             probed first.
 
@@ -75,7 +75,6 @@ def plan(
     """
     if not isinstance(problem, Problem):
         raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")
-    end, half = Deadline(seconds), Deadline(seconds / 2)
     there = _inputs.comm(problem.comm if comm is None else comm)
     problem = problem.replace(comm=None)
     messages: dict[str, Any] = {}
@@ -84,6 +83,7 @@ def plan(
             raise ValueError(f"plan got workers={workers} and a comm of {there.size}. Leave workers out.")
         workers = there.size
         messages = interconnect(there) if workers > 1 else {}
+    end, half = Deadline(seconds), Deadline(seconds / 2)
     if machine is None:
         machine = measure(problem, small(problem.y0), half)
     machine = dataclasses.replace(machine, **messages)

@@ -615,6 +615,18 @@ def test_a_plan_for_workers_at_hand_measures_their_messages(monkeypatch):
         lp_jax.plan(problem, comm=mesh, workers=4, machine=slow, seconds=0.0)
 
 
+def test_messages_take_no_time_from_probes(monkeypatch, clock):
+    def measured(comm):
+        clock[0] += 60.0
+        return {}
+
+    monkeypatch.setattr(_plan, "interconnect", measured)
+    monkeypatch.setattr(_plan, "cycles", lambda *args: [])  # each is a program
+    problem = lp_jax.Problem(lambda y, layer: y + y @ layer.params, jnp.ones((64, 4, 4)) / 99, jnp.ones((2, 4)))
+    found = lp_jax.plan(problem, comm=mesh(2), machine=machine(1e-5, 1e-5, at_once=(1, 64)), seconds=10.0)
+    assert any(choice.probed for choice in found.choices) and not found.unprobed
+
+
 def test_a_plan_says_once_that_a_layer_cannot_be_counted():
     @jax.custom_vjp
     def foreign(y):
