@@ -81,7 +81,7 @@ def test_the_wheel_holds_the_package_and_the_source_all_that_is_tested(built):
     assert {name.split("/")[0] for name in names} == {"lp_jax", "lp_jax_command.py", f"lp_jax-{VERSION}.dist-info"}
     with tarfile.open(source) as opened:
         inside = {name.partition("/")[2] for name in opened.getnames()}
-    assert {"tests/test_release.py", "docs/start.md", ".github/oldest.txt", "Makefile", "LICENSE"} < inside
+    assert {"tests/project/test_release.py", "docs/start.md", ".github/oldest.txt", "Makefile", "LICENSE"} < inside
 
 
 def test_the_text_for_a_package_index_has_no_links_into_the_repository(built):
