@@ -222,7 +222,9 @@ def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
         step = lambda c, x: (carry(c, x), None)  # noqa: E731
         kinds = jax.eval_shape(lambda init, xs: jax.tree.leaves(lax.scan(step, init, xs, 1)[0]), init, one)
         leaves, structure = jax.tree.flatten(init)
-        return jax.tree.unflatten(structure, [x.astype(kind.dtype) for x, kind in zip(leaves, kinds, strict=True)])
+        pairs = zip(leaves, kinds, strict=True)  # keys have no astype
+        strong = [x.astype(kind.dtype) if getattr(x, "weak_type", False) else x for x, kind in pairs]
+        return jax.tree.unflatten(structure, strong)
     out = jax.eval_shape(lambda init, x: jax.tree.leaves(carry(init, x)), init, x)
     _inputs.same_shapes(out, init, step="body", y="carry")
     return init

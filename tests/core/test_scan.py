@@ -75,7 +75,7 @@ BODIES = {
     "counting": (counting, lambda n: ((normal(3), jnp.int32(0), jax.random.key(1)), normal(n, 3))),
     "nothing scanned over": (lambda y, _: (y + 0.05 * jnp.sin(y), y.sum()), lambda n: (normal(3), None)),
     "checkpointed": (checkpointed, lambda n: (normal(2, 3), normal(n, 3, 3))),
-    "weak type": (lambda y, x: (0.9 * y + x, y), lambda n: (0.0, normal(n))),
+    "weak type": (lambda c, x: ((0.9 * c[0] + x, c[1]), c[0]), lambda n: ((0.0, jax.random.key(1)), normal(n))),
     "a class that converts": (converting, lambda n: (Converting(normal(3), 0), normal(n, 3))),
     "sparse": (sparse, lambda n: ((normal(3), BCOO.fromdense(jnp.eye(3))), normal(n, 3))),
     "integers": (
