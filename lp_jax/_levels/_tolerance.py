@@ -108,6 +108,7 @@ def relative_error(
     eps = 2 * jnp.asarray([_eps(x) for x in leaves], dtype) + 8 * summed
     change, size, last_change, last = norms.T
     first = jnp.where(count == 0, size if warm else change, first)
+    first = jnp.where(first <= eps * size, change, first)  # a leaf may stay until another one has changed
 
     def ratio(a: jax.Array, floor: jax.Array, b: jax.Array) -> jax.Array:
         small = (a <= floor) & jnp.isfinite(a)

@@ -35,9 +35,9 @@ class Picard(Sweeps):
 
     Args:
         sweeps: number of sweeps; with a tolerance their maximum.
-        rtol: stop when the last sweep has changed all states by at most this times what the first one did, or times the states
-            where these are smaller, and the state that leaves the chain by at most this times itself. A residual can be small
-            where the error is large; a change adds the residuals up.
+        rtol: stop when the last sweep has changed all states by at most this times what the first one did (in each leaf, the
+            first that changed it), or times the states where these are smaller, and the state that leaves the chain by at most
+            this times itself. A residual can be small where the error is large; a change adds the residuals up.
         atol: stop when the residual norm is at most this.
         fallback: propagate the layers serially if the tolerance is not met. Sweeps that diverge or stall are given up at once,
             and those whose first two changes show that the others will miss the tolerance.

@@ -126,6 +126,15 @@ def test_any_solver_may_fall_back(solver):
     np.testing.assert_allclose(trajectory[:-1], states[stride - 1 :: stride][: len(trajectory) - 1], rtol=1e-13)
 
 
+def test_a_leaf_that_the_first_sweep_leaves_as_it_is():
+    """A pendulum that starts at rest moves in the second sweep, which is not a sign of divergence."""
+    step = lambda y, x: (y[0] + x.dt * y[1], y[1] - x.dt * x.params * jnp.sin(y[0]))  # noqa: E731
+    problem = lp_jax.Problem(step, jnp.ones(64), (jnp.ones(2), jnp.zeros(2)))
+    solution = problem.solve(solver=lp_jax.Picard(sweeps=24, rtol=1e-3, fallback=True))
+    assert int(solution.result) == DONE and int(solution.stats.iterations) <= 7
+    assert relative_error(solution.y1, problem.solve(solver=lp_jax.Serial()).y1) < 1e-3
+
+
 def test_a_batch_by_vmap_falls_back_where_one_must():
     weights = jnp.stack([0.1 * jnp.eye(4), 8.0 * jnp.eye(4)]).astype(F64)
 
