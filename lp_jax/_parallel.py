@@ -275,9 +275,7 @@ class _Rules:
         def left(why: str, **more: Any) -> tuple[Scan, None]:
             return about._replace(takes=_LEFT + why, **more), None
 
-        devices = (
-            jax.sharding.get_abstract_mesh().manual_axes
-        )  # of a shard_map; the axis of a vmap gets lost in a solve
+        devices = jax.sharding.get_abstract_mesh().manual_axes  # of a shard_map; a vmap's axis gets lost in a solve
         if any(getattr(effect, "name", None) not in devices for effect in parts.program.jaxpr.effects):
             return left("its step has side effects")
         if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in init):

@@ -29,9 +29,7 @@ class Footprint(NamedTuple):
     working: int  # bytes of its states and of the arrays that are alive between them
     flops: float  # of its products
     counted: bool = True  # whether these numbers are known; not with a callback or a foreign call in the program
-    few: bool = (
-        False  # whether gradients of its weights are sums of outer products, of at least two rows: see `with_few_terms`
-    )
+    few: bool = False  # whether gradients of weights are sums of two to a few outer products: see `with_few_terms`
     one_row: bool = False  # whether all of its products have one row
     numbers: float = 0.0  # that its other operations compute; a convolution counts its products
     kernels: int = 1  # its products and reductions, with those operations that fuse with them

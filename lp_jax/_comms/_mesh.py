@@ -213,7 +213,7 @@ def _reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 _reshard.defvjp(lambda x, sharding: (_reshard(x, sharding), None), lambda sharding, _, cotangent: (cotangent,))
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=32)  # as for programs
 def _with_automatic_axes(
     program: Callable[[PyTree], PyTree],
     axes: tuple[str, ...],

@@ -218,9 +218,8 @@ def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
     mine = jnp.stack(sums).astype(jnp.int32)
     same = jax.ShapeDtypeStruct((), jnp.bool_)
     same = jax.pure_callback(_same_bits, same, comm.max(mine), -comm.max(-mine), vmap_method="sequential")
-    used = [
-        jnp.where(same, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves
-    ]  # else it is dropped
+    # used, as it would be dropped otherwise
+    used = [jnp.where(same, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves]
     return jax.tree.unflatten(structure, used)
 
 

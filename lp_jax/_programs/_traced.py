@@ -147,9 +147,7 @@ def trace(problem: _inputs.Network, solvers: Sequence[Solver]) -> tuple[Program,
     seen_by_all = shared, tuple(tracing.closed_over)
     weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, seen_by_all)))
     recurrent = weights and not any(jax.tree.leaves(mask.params))
-    terms = (
-        0 if recurrent else workers.processor.outer_terms
-    )  # each turn of a scan adds to the gradient of shared weights
+    terms = 0 if recurrent else workers.processor.outer_terms  # a scan adds up the gradient of shared weights
     traced = Traced(
         steps=tracing.steps(terms),
         layers=steps,
