@@ -102,7 +102,10 @@ class Whole(Jacobians):
         v = self.join(u)
         transposed = transposed or _only_backward(step, u)
         v_next, derivative = _linearise(lambda v: self.join(step(self.part(v))), v, transposed=transposed)
-        if self._axes and COUPLED in example_axes(derivative, (), v, self._axes):
+        coupled = self._axes > 0 and COUPLED in example_axes(derivative, (), v, self._axes)
+        if self._axes and not transposed and all(len(shape) == self._axes for shape in self._shapes):
+            coupled = coupled or not acts_in_place(jax.linearize(step, u)[1], u)  # more likely units than examples
+        if coupled:
             raise ValueError(
                 f"Newton(batch_axes={self._axes}) takes a Jacobian for each example, and the step combines entries along the "
                 f"first axes of a state with leaves of shapes {self._shapes}, as a normalisation over the batch does. Say "

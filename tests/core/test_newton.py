@@ -347,9 +347,13 @@ def test_units_are_not_taken_for_examples():
     def alone(y, layer):
         return y + layer.dt * jnp.tanh(layer.params[0] * y)
 
+    def rolling(y, layer):
+        return y + layer.dt * jnp.tanh(layer.params[0] * jnp.roll(y, 1))
+
     gradient = jax.jit(jax.grad(loss), static_argnums=2)
-    with pytest.raises(ValueError, match=r"combines.*shapes \[\(8,\)\].*Say batch_axes=0.*Inside jax.vmap"):
-        gradient(weights, lp_jax.Newton(batch_axes=1), mixing)
+    for step in (mixing, rolling):
+        with pytest.raises(ValueError, match=r"combines.*shapes \[\(8,\)\].*Say batch_axes=0.*Inside jax.vmap"):
+            gradient(weights, lp_jax.Newton(batch_axes=1), step)
     for step, axes in ((mixing, 0), (alone, 1)):
         got = gradient(weights, lp_jax.Newton(iterations=12, batch_axes=axes), step)
         assert relative_error(got, gradient(weights, lp_jax.Serial(), step)) < 1e-12
