@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
 from lp_jax._arrays._types import PyTree
@@ -120,7 +120,10 @@ class Checkpoints:
             except CheckpointError:
                 raise
             except Exception as error:
-                reason = _reason(error)
+                cause = error.__cause__ or error  # orbax wraps any, an interruption too
+                if not isinstance(cause, Exception) or isinstance(cause, (MemoryError, jax.errors.JaxRuntimeError)):
+                    raise cause from None  # says nothing of the files
+                reason = _reason(cause)
             gc.collect()  # reads that did not end report it when they are collected
         if not earlier:
             raise CheckpointError(f"the checkpoint {path} is damaged ({reason}), and there is none before it.")
@@ -150,13 +153,23 @@ class Checkpoints:
 
     def _set_aside(self, path: Path) -> None:
         """Rename a checkpoint, so that none of its step is in the way of the run."""
+        meet = multihost.get_barrier_sync_fn()
+        try:
+            meet(key="lp-jax-damaged", timeout_ms=round(1000 * _PATIENCE))
+        except RuntimeError:  # they wait in orbax, for this one
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged for this process and not for all others; move it elsewhere to go on from the "
+                "one before."
+            ) from None
         if jax.process_index() == 0:
             aside = path.with_name(f"{path.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"set aside {path}")
+        meet(key="lp-jax-set-aside", timeout_ms=round(1000 * _PATIENCE))
         self._checkpointer.reload()
+
+
+_PATIENCE = 300.0  # seconds that processes wait for each other
 
 
 @contextlib.contextmanager
@@ -181,12 +194,8 @@ def _crc(about: Mapping[str, object]) -> int:
 
 def _checksums(tree: PyTree) -> dict[str, int]:
     """Return a checksum of each array, by its path. It does not depend on devices or processes."""
-    leaves = jax.tree.leaves_with_path(tree)
-    sums = jax.device_get([_checksum(x) for _, x in leaves])
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): int(x)
-        for (path, _), x in zip(leaves, sums, strict=True)
-    }
+    leaves = jax.tree.leaves_with_path(tree)  # one after another: each may take as much memory again
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): int(_checksum(x)) for path, x in leaves}
 
 
 @jax.jit
@@ -195,10 +204,12 @@ def _checksum(x: jax.Array) -> jax.Array:
 
     Integers have the same sum in any order, so each device adds up its own.
     """
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
-    x = x.astype(jnp.int8) if x.dtype in (bool, jnp.int4, jnp.uint4) else x
-    words = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")).astype(jnp.uint32)
+    x = x.astype(jnp.int8) if x.dtype == bool else x
+    words = lax.bitcast_convert_type(x, f"uint{min(jax.dtypes.itemsize_bits(x.dtype), 32)}").astype(jnp.uint32)
     place = jnp.zeros(words.shape, jnp.uint32)
     for axis, length in enumerate(words.shape):
         place = place * jnp.uint32(length) + lax.broadcasted_iota(jnp.uint32, words.shape, axis)

@@ -1,5 +1,8 @@
 """Points of a plane, pixels of a field, photographs: peaks, Indian Pines, Tiny ImageNet."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import scipy.io
@@ -125,8 +128,15 @@ def test_a_file_that_ends_its_reader_or_keeps_it_busy_is_refused(field, monkeypa
     path.write_bytes(content)
     refused(f"{path}: cannot be read (its reader ended with code -11); wanted", contrib.indian_pines, field)
     monkeypatch.setattr(_indian_pines, "_SECONDS", 0.01)
-    with pytest.raises(data.DataError, match=r"cannot be read \(.*timed out after 0.01 seconds"):
+    with pytest.raises(data.DataError, match=r"cannot be read in 0\.01 seconds; wanted"):
         contrib.indian_pines(field)
+
+
+def test_a_system_may_allow_its_reader_less_memory_than_it_asks_for(field):
+    command = [sys.executable, "-P", "-c", _indian_pines._READER, field / list(PINES)[1], "indian_pines_gt"]
+    low = f'ulimit -v {1_900_000}; exec "$@"'
+    done = subprocess.run(["bash", "-c", low, "bash", *command], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 @pytest.fixture

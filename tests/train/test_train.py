@@ -20,6 +20,7 @@ from problems import machine
 
 import lp_jax
 from lp_jax import nn, train
+from lp_jax.train import _checkpoint
 from lp_jax.train._log import flat, read_rows, unflat
 from lp_jax.train._probe import gradient_error
 from lp_jax.train._step import replicate_rest
@@ -324,6 +325,50 @@ def test_the_checkpoint_before_a_damaged_one_is_restored_only_if_that_is_asked_f
         path.write_bytes(b"")
     with checkpoints(folder, skip_damaged=True) as saved, pytest.raises(train.CheckpointError, match="none before it"):
         saved.restore(first)
+
+
+@pytest.mark.parametrize(
+    "cause", [KeyboardInterrupt("SIGTERM"), MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")]
+)
+def test_an_interruption_or_a_lack_of_memory_is_no_damage(two_saved, cause, monkeypatch):
+    """Orbax wraps every exception; a sound checkpoint must not be set aside for it."""
+    folder, (_, newest) = two_saved
+
+    def load(*_):
+        raise KeyError("incompatible handler") from cause
+
+    with checkpoints(folder, skip_damaged=True) as saved, pytest.raises(type(cause)):
+        monkeypatch.setattr(saved._checkpointer, "load", load)
+        saved.restore(newest)
+    assert (folder / "2").is_dir()
+
+
+def test_a_checkpoint_that_is_damaged_for_one_process_only_is_not_set_aside(two_saved, monkeypatch):
+    """The others wait in orbax for the process that failed: it ends with a message instead of waiting, too."""
+    folder, (_, newest) = two_saved
+    for path in (folder / "2" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+
+    def nobody_comes(**_):
+        raise RuntimeError("DEADLINE_EXCEEDED")
+
+    with checkpoints(folder, skip_damaged=True) as saved, monkeypatch.context() as patch:
+        patch.setattr(_checkpoint.multihost, "get_barrier_sync_fn", lambda: nobody_comes)
+        with pytest.raises(train.CheckpointError, match="damaged for this process and not for all others"):
+            saved.restore(newest)
+    assert (folder / "2").is_dir()
+
+
+def test_keys_and_numbers_of_two_bits_are_restored(tmp_path):
+    optimizer = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1))
+    state = train.init_state({"w": jnp.ones(3), "few": jnp.array([1, -2, 0], jnp.int2)}, optimizer)
+    with checkpoints(tmp_path) as saved:
+        saved.save(state)
+        restored = saved.restore(state)
+    same(restored.params, state.params)
+    key, wanted = (jax.random.key_data(each.opt_state[0].rng_key) for each in (restored, state))
+    assert (key == wanted).all()
 
 
 def test_a_checkpoint_moves_between_numbers_of_devices(tmp_path):

@@ -60,9 +60,11 @@ def _variable(path: Path, name: str, *, axes: int) -> np.ndarray:
     with reading(path, wanted):
         path.open("rb").close()
         command = [sys.executable, "-P", "-c", _READER, str(path), name]
-        done = subprocess.run(
-            command, capture_output=True, timeout=_SECONDS, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-        )
+        env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=_SECONDS, env=env)
+        except subprocess.TimeoutExpired:
+            raise wrong(path, f"cannot be read in {_SECONDS} seconds", wanted) from None
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip() or f"its reader ended with code {done.returncode}"
             raise wrong(path, f"cannot be read ({said.splitlines()[-1]})", wanted)
@@ -79,7 +81,7 @@ _READER = """
 import contextlib, sys
 import numpy, scipy.io
 
-with contextlib.suppress(ImportError):  # a system without such bounds
+with contextlib.suppress(ImportError, ValueError):  # a system without such bounds, or with a lower one
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
