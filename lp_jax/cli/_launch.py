@@ -105,9 +105,6 @@ def _mpi() -> Launch:
         )
     from mpi4py import MPI
 
-    def agree(signal: int | None) -> int | None:
-        return max(host.allgather(signal or 0)) or None
-
     def all_failed() -> bool:
         met = MPI.COMM_WORLD.Ibarrier()  # nothing else is sent over this communicator
         end = time.monotonic() + _PATIENCE
@@ -118,7 +115,7 @@ def _mpi() -> Launch:
     return Launch(
         number=host.rank,
         size=host.size,
-        agree=agree,
+        agree=lambda signal: max(host.allgather(signal or 0)) or None,
         broadcast=host.bcast,
         all_failed=all_failed,
         abort=MPI.COMM_WORLD.Abort,

@@ -21,9 +21,7 @@ class Problem:
     load: Callable[..., Task]  # ``load(training, **sources)`` reads the data
     models: Mapping[str, Model]  # models with their default settings, by name; the first one is the default
     training: Training
-    sources: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # help of options that name data; "data" is a path
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)  # help of options for data; "data" is a path
     examples: tuple[tuple[str, str], ...]  # (call, what it does), for the help
     about: str = ""  # first line of the help
 

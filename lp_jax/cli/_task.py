@@ -21,8 +21,6 @@ Predict = Callable[[PyTree], np.ndarray]
 """A function from a batch of inputs to outputs."""
 
 _EVALUATION_BATCH = 500
-
-
 _LARGEST = 2**31 - 1
 
 

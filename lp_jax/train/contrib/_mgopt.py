@@ -104,7 +104,7 @@ def mgopt(
     def step_fn(
         state: TrainState, batch: Batch, solver: Solver, adjoint_solver: Solver | None
     ) -> tuple[TrainState, Metrics]:
-        fixed = [functools.partial(_batch_loss, loss_fn, batch, adjoint_solver) for loss_fn in losses]
+        fixed = [lambda params, solver, f=f: f(params, batch, solver, adjoint_solver) for f in losses]
         cycle = _Cycle(fixed, solver, *shared)
         at, info = cycle.at(0, optax.tree.zeros_like(state.params), state.params)
         params, memory, spent, search = cycle.visit(
@@ -207,12 +207,6 @@ class _Cycle:
 
         params, _, trials, stuck = self.line_search.along(direction, params, before, slope, None, value_at)
         return params, states, spent + trials * _TRIAL * self.factor**-level, (trials, stuck)
-
-
-def _batch_loss(
-    loss_fn: LossFn, batch: Batch, adjoint_solver: Solver | None, params: PyTree, solver: Solver
-) -> tuple[jax.Array, Info]:
-    return loss_fn(params, batch, solver, adjoint_solver)
 
 
 def _networks(model: nn.Classifier, levels: int, factor: int) -> Sequence[nn.Classifier]:
