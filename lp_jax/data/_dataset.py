@@ -164,7 +164,7 @@ LARGEST = 1e150  # its square is a number: a deviation can be computed
 
 def check_finite(place: object, name: str, array: np.ndarray, wanted: str = "", largest: float = LARGEST) -> None:
     """Refuse NaN, infinity and numbers that are too large; name the first one and its indices."""
-    if array.dtype.kind == "f" and not (fine := np.abs(array) < largest).all():
+    if array.dtype.kind == "f" and not (fine := np.abs(array) < np.float64(largest)).all():  # float32 has no 1e150
         at = [int(index) for index in np.argwhere(~fine)[0]]
         raise wrong(place, f"{name} holds {array[*at]} at {at}", wanted or f"finite numbers below {largest:.0e}")
 

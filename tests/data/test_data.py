@@ -309,6 +309,18 @@ def test_the_command_scales_in_double_precision(tmp_path):
     assert seen.dtype == np.float32 and len(np.unique(seen)) > 80 and abs(seen.std() - 1) < 0.2
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_short_numbers_are_read_without_a_warning(tmp_path, dtype):
+    x = np.ones((10, 3), dtype)
+    write_arrays = functools.partial(np.savez, tmp_path / "mine.npz", y=[0, 1] * 5)
+    write_arrays(x=x)
+    assert data.arrays(tmp_path / "mine.npz").train_x.dtype == np.float32
+    x[3, 1] = np.inf
+    write_arrays(x=x)
+    with pytest.raises(data.DataError, match=r"x holds inf at \[3, 1\]"):
+        data.arrays(tmp_path / "mine.npz")
+
+
 def test_held_out_numbers_that_float32_cannot_hold_are_refused(tmp_path):
     path = saved(tmp_path, x=ONES * FOUR[:, None], y=[0, 1, 0, 1], test_x=[[1.0, 1e100]], test_y=[0])
     with pytest.raises(data.DataError, match=r"after scaling by .* holds .*e\+99 at \[0, 1\]; wanted finite .* 3e\+38"):
