@@ -120,7 +120,9 @@ class Checkpoints:
             except CheckpointError:
                 raise
             except Exception as error:
-                cause = error.__cause__ or error  # orbax wraps any, an interruption too
+                cause: BaseException = error
+                while cause.__cause__ is not None:  # orbax wraps all, interruptions too
+                    cause = cause.__cause__
                 if not isinstance(cause, Exception) or isinstance(cause, (MemoryError, jax.errors.JaxRuntimeError)):
                     raise cause from None  # says nothing of the files
                 reason = _reason(cause)

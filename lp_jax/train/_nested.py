@@ -126,7 +126,8 @@ def nested(
         on_trunk(model.trunk, functools.partial(check, factor))
 
     def newest() -> int:
-        return max((i for i, path in enumerate(folders) if path is not None and _has_checkpoint(path)), default=0)
+        begun = (i for i, path in enumerate(folders) if path and any(each.name.isdigit() for each in path.glob("*")))
+        return max(begun, default=0)  # a complete checkpoint is named by its number
 
     reached = newest() if ranks is None else ranks.once(newest)
     lasts = itertools.accumulate(depth.epochs for depth in depths)
@@ -268,8 +269,3 @@ def _factors(model: nn.Classifier, depths: Sequence[Depth]) -> list[int]:
             f"{numbers[1:]}."
         )
     return list(factors)
-
-
-def _has_checkpoint(folder: Path) -> bool:
-    """Return whether a folder has a complete checkpoint: one under its number."""
-    return folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir())
