@@ -115,6 +115,8 @@ def wrong(place: object, got: str, wanted: str) -> DataError:
 def reading(path: Path, wanted: str) -> Iterator[None]:
     """Turn any error of a parser on a missing or damaged file into a `DataError`."""
     try:
+        if path.is_fifo() or path.is_char_device():  # waits, or never ends
+            raise OSError("it is no regular file")
         yield
     except (DataError, ImportError):
         raise
@@ -130,9 +132,7 @@ def _most_bytes(path: Path) -> int:
 
 def _check_unpacked(path: Path, size: int) -> None:
     if size > (most := _most_bytes(path)):
-        raise wrong(
-            path, f"unpacks to more than {most:,} bytes", "at most 256 MiB, or 100 times the file: save it unpacked"
-        )
+        raise wrong(path, f"unpacks to more than {most:,} bytes", "256 MiB or 100 times the file: save it unpacked")
 
 
 def content(path: Path, wanted: str) -> bytes:

@@ -4,6 +4,7 @@ import functools
 import gzip
 import io
 import itertools
+import os
 import re
 import sys
 import zipfile
@@ -382,7 +383,7 @@ np.save(NPY, np.ones((4, 2)))
             NPY.getvalue().replace(b"(4, 2), }           ", b"(99999999999, 2), } "),
             r"cannot be read \(Unable to allocate",
         ),
-        (bytes(2**28 + 1), "unpacks to more than 268,435,456 bytes; wanted at most 256 MiB, or 100 times the file"),
+        (bytes(2**28 + 1), "unpacks to more than 268,435,456 bytes; wanted 256 MiB or 100 times the file"),
     ],
 )
 def test_a_file_that_is_no_archive_of_arrays_is_refused(tmp_path, member, message):
@@ -399,4 +400,10 @@ def test_a_file_that_is_no_archive_of_arrays_is_refused(tmp_path, member, messag
 
 def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path):
     path = write(tmp_path / "bomb.gz", bytes(2**28 + 1))
-    refused(f"{path}: unpacks to more than 268,435,456 bytes; wanted at most 256 MiB", data.characters, path)
+    refused(f"{path}: unpacks to more than 268,435,456 bytes; wanted 256 MiB", data.characters, path)
+
+
+def test_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(path := tmp_path / "pipe")
+    refused(f"{path}: cannot be read (it is no regular file)", data.characters, path)
+    refused(f"{path}: cannot be read (it is no regular file)", data.arrays, path)
