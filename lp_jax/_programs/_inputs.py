@@ -1,4 +1,4 @@
-"""What `solve` is given, its refusals at trace time, and the times of the layers."""
+"""Checks of the arguments of `solve` when a program is traced, and the times of the layers."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -126,7 +126,8 @@ class Checkpoints:
                 if not isinstance(cause, Exception) or isinstance(cause, (MemoryError, jax.errors.JaxRuntimeError)):
                     raise cause from None  # says nothing of the files
                 reason = _reason(cause)
-            gc.collect()  # reads that did not end report it when they are collected
+                del cause  # it holds reads that did not end, which report that when they are collected
+            gc.collect()
         if not earlier:
             raise CheckpointError(f"the checkpoint {path} is damaged ({reason}), and there is none before it.")
         if not self.skip_damaged:
@@ -202,10 +203,7 @@ def _checksums(tree: PyTree) -> dict[str, int]:
 
 @jax.jit
 def _checksum(x: jax.Array) -> jax.Array:
-    """Add up a hash of each word and its place (the last rounds of MurmurHash3), modulo 2**32.
-
-    Integers have the same sum in any order, so each device adds up its own.
-    """
+    """Add up a hash of each word and its place (the last rounds of MurmurHash3), modulo 2**32: each device its own."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):

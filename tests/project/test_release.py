@@ -1,4 +1,4 @@
-"""What is released: the wheel holds the package only, and runs the README's lines where just its requirements are installed."""
+"""Tests of the wheel and the source archive: what they hold, and that README's lines run from the wheel."""
 
 import importlib.metadata
 import importlib.util

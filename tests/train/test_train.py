@@ -1,5 +1,6 @@
 """Training: the step, the probe, the loop, checkpoints, and what happens when things go wrong."""
 
+import gc
 import json
 import os
 import shutil
@@ -291,6 +292,28 @@ def test_one_flipped_bit_never_restores_other_numbers(two_saved, tmp_path, caplo
                     assert "handler" not in str(error)  # the words of orbax
     assert refused == {name for name in files if name.parts[2] == "d" or (folder / name).stat().st_size > 1000}
     assert not caplog.records and not "".join(capfd.readouterr())
+
+
+def test_reads_that_did_not_end_are_collected_in_silence(two_saved, tmp_path, monkeypatch):
+    """Orbax leaves some where a file is damaged. They complain when they are collected, which is before the error is raised."""
+    folder, (_, newest) = two_saved
+
+    class Unfinished:
+        def __del__(self):
+            raise RuntimeError("Event loop is closed")
+
+    def fails(self, step, template):
+        unfinished = [Unfinished()]
+        unfinished.append(unfinished)  # only the collector finds it
+        raise ValueError("cut")
+
+    heard = []
+    monkeypatch.setattr(_checkpoint.Checkpoints, "_restored", fails)
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    with checkpoints(folder) as saved, pytest.raises(train.CheckpointError, match=r"damaged \(cut\)"):
+        saved.restore(newest)
+    gc.collect()
+    assert not heard
 
 
 @pytest.mark.parametrize(
