@@ -12,10 +12,10 @@ _training_step = functools.lru_cache(maxsize=1024)(planning.training_step)
 _count = functools.lru_cache(maxsize=1024)(count)
 
 
-def with_costs(rows: Sequence[Row], solvers: Pair, *, layers: int, blocks: int, examples: int) -> list[Row]:
+def with_costs(rows: Sequence[Row], solvers: Pair, *, layers: int, examples: int) -> list[Row]:
     """Return the rows of training with work and depth up to there, without probes; both None where solvers cannot be counted.
 
-    ``layers`` are those of a block, before any row of kind "depth". Tolerances count as the iterations that they took: forward
+    ``layers`` are those before any row of kind "depth". Tolerances count as the iterations that they took: forward
     those of each row, adjoint those of the last probe. A row without iterations was a serial step of a controller.
     """
     probed = next((unflat("adjoint_residual", row) for row in rows if row["kind"] == "probe"), [])
@@ -32,8 +32,8 @@ def with_costs(rows: Sequence[Row], solvers: Pair, *, layers: int, blocks: int, 
                 trial = _count(adjoint, layers)  # of a line search: a forward solve with the adjoint's iterations
             except NotImplementedError:  # the planner says which
                 return [{**row, "work": None, "depth": None} for row in rows if row["kind"] == "train"]
-            work += float(blocks * examples * (gradient.work() + trials * trial.work()))
-            depth += float(blocks * (gradient.depth() + trials * trial.depth()))
+            work += float(examples * (gradient.work() + trials * trial.work()))
+            depth += float(gradient.depth() + trials * trial.depth())
             found.append({**row, "work": work, "depth": depth})
     return found
 

@@ -137,9 +137,8 @@ class Run:
     @property
     def rows(self) -> list[Row]:
         """Rows of the log, with work and depth in those of training."""
-        others, blocks = [row for row in self.log.rows if row["kind"] != "train"], self.made.settings.model.blocks
-        sizes = {"layers": self.made.settings.layers // blocks, "blocks": blocks, "examples": self.examples}
-        return others + with_costs(self.log.rows, self.made.solvers, **sizes)
+        others, layers = [row for row in self.log.rows if row["kind"] != "train"], self.made.settings.layers
+        return others + with_costs(self.log.rows, self.made.solvers, layers=layers, examples=self.examples)
 
     def summary(self) -> Row:
         test, probes, last = self.log.of("test")[-1], self.log.of("probe"), self.rows[-1]

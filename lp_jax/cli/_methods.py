@@ -121,7 +121,7 @@ def depth_by_depth(
     settings = made.settings
     ends = [settings.training.epochs * (i + 1) // len(depths) for i in range(len(depths))]
     parts = [
-        train.Depth(layers // settings.model.blocks, end - begin, *made.solvers)
+        train.Depth(layers, end - begin, *made.solvers)
         for layers, begin, end in zip(depths, [0, *ends], ends, strict=False)
     ]
     return train.nested(

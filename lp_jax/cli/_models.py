@@ -41,7 +41,6 @@ class Model(abc.ABC):
     t1: float | None = 2.0
 
     solvers: ClassVar[Pair] = SWEEPS  # the best ones measured for networks of this kind
-    blocks: ClassVar[int] = 1  # of layers, each with a solve of its own
     layer_name: ClassVar[str] = "layers"
 
     @property
@@ -85,7 +84,10 @@ class Conv(Model):
     stride: int = 1
 
     def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
-        width, (*space, inputs) = self.width, _with_space(task.shape)
+        if len(task.shape) < 2:
+            wanted = "inputs of shape (..., height, width, channels)"
+            raise UsageError(f"--model conv needs {wanted}; these have shape {task.shape}.")
+        width, (*space, inputs) = self.width, task.shape
         kernel, state = (3,) * len(space), (*(-(-size // self.stride) for size in space), width)
         closing = nn.DenseClosing if math.prod(state) <= _MOST_INPUTS else nn.PoolClosing
         return nn.Classifier(
@@ -94,40 +96,6 @@ class Conv(Model):
                 lambda rngs: nn.ConvResidual(width, kernel=kernel, rngs=rngs), layers, t1=t1, rngs=rngs, **solve
             ),
             closing(state, task.outputs, rngs=rngs),
-        )
-
-
-def _with_space(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if len(shape) < 2:
-        raise UsageError(
-            f"--model conv needs inputs of shape (..., height, width, channels); these have shape {shape}."
-        )
-    return shape
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pooled(Model):
-    """Four blocks of convolutional layers with batch norm; images are halved and channels doubled in between."""
-
-    blocks: ClassVar[int] = 4
-
-    def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
-        width, (*space, inputs) = self.width, _with_space(task.shape)
-        kernel = (3,) * len(space)
-        parts: list[nnx.Module] = []
-        for number in range(self.blocks):
-            channels = width * 2**number
-            if number > 0:
-                parts.append(nn.ConvTransition(channels // 2, channels, kernel=kernel, norm="batch", rngs=rngs))
-
-            def make(rngs: nnx.Rngs, channels: int = channels) -> nnx.Module:
-                return nn.ConvResidual(channels, kernel=kernel, norm="batch", rngs=rngs)
-
-            parts.append(nn.LayerParallel(make, layers // self.blocks, t1=t1, rngs=rngs, **solve))
-        return nn.Classifier(
-            nn.ConvOpening(inputs, width, kernel=kernel, rngs=rngs),
-            nn.Network(*parts),
-            nn.PoolClosing((*space, channels), task.outputs, rngs=rngs),
         )
 
 

@@ -223,9 +223,7 @@ def pictures(runs: Sequence[Run], errors: "Figure | None") -> "dict[str, Figure]
     first, settings, (solver, adjoint_solver) = runs[0], runs[0].made.settings, runs[0].made.solvers
     figures = {
         "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
-        "hierarchy.png": viz.hierarchy(
-            solver, settings.layers // settings.model.blocks, t1=settings.t1, adjoint_solver=adjoint_solver
-        ),
+        "hierarchy.png": viz.hierarchy(solver, settings.layers, t1=settings.t1, adjoint_solver=adjoint_solver),
     }
     costs = {run.name: run.rows for run in runs}
     if all(rows[-1]["work"] is not None for rows in costs.values()):

@@ -450,17 +450,17 @@ def test_depths_that_are_not_given_are_parts_of_the_network():
 
 
 def test_what_is_charged_is_what_was_taken():
-    """By hand: four blocks, ten examples; a solver with a tolerance, and a step that a controller took serially."""
+    """By hand, of ten examples: a solver with a tolerance, and a step that a controller took serially."""
     pair = lp_jax.Picard(sweeps=16, rtol=1e-3), lp_jax.Picard(sweeps=16, rtol=1e-2)
     probe = {"kind": "probe"} | {f"adjoint_residual_{n}": 0.1 for n in (1, 2)}
     swept = {"kind": "train"} | {f"forward_residual_{n}": 0.1 for n in (1, 2, 3)}
     rows = [probe, {"kind": "depth", "layers": 4}, swept, {"kind": "depth", "layers": 8}, swept, {"kind": "train"}]
-    found = _cost.with_costs(rows, pair, layers=8, blocks=4, examples=10)
+    found = _cost.with_costs(rows, pair, layers=8, examples=10)
     sweeps = [planning.training_step(lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2), n) for n in (4, 8)]
     work = np.cumsum([*(each.work() for each in sweeps), 3 * 8])
     depth = np.cumsum([*(each.depth() for each in sweeps), 3 * 8])
-    assert [row["work"] for row in found] == (work * 4 * 10).tolist()
-    assert [row["depth"] for row in found] == (depth * 4).tolist()
+    assert [row["work"] for row in found] == (work * 10).tolist()
+    assert [row["depth"] for row in found] == depth.tolist()
 
 
 def test_solvers_that_cannot_be_counted_have_no_cost(cli, copied, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from command import run
-from data_files import photographs, pines, treebank, write
+from data_files import treebank, write
 from flax import nnx
 
 import lp_jax
@@ -46,12 +46,6 @@ def book(folder):
     return write(folder / "book.txt", "the quick brown fox jumps over the lazy dog. " * 60)
 
 
-def field(folder):
-    rng = np.random.default_rng(0)
-    truth = rng.integers(0, 17, (20, 20), np.uint8)
-    return pines(folder, rng.integers(100, 9000, (20, 20, 200), np.uint16), truth)
-
-
 def shapes(folder):
     rng = np.random.default_rng(0)
     for split, count in (("train", 4), ("test", 2)):
@@ -59,11 +53,6 @@ def shapes(folder):
         labels = np.arange(count, dtype=np.uint8) % 2
         np.savez(folder / f"voxels_{split}.npz", voxels=voxels, labels=labels, classes=np.array(["chair", "monitor"]))
     return folder
-
-
-def pictures(folder):
-    write(folder / "words.txt", "n01443537\tgoldfish\nn01629819\tfire salamander\n")
-    return photographs(folder, {"n01443537": 40, "n01629819": 200})
 
 
 # Exact, but for the network with dropout and a mask, and for states that are coarse in space, too: each solver compiles five
@@ -76,13 +65,11 @@ RUNS = {
     ),
     "timeseries": (series, "--name Tiny --width 4 --units 2 --serial"),
     "text": (book, "--layers 2 --width 4 --heads 1 --serial"),
-    "indianpines": (field, "--layers 8 --width 6 --serial"),
     "modelnet": (
         shapes,
         "--layers 4 --width 1 --no-compare --solver MGRIT --solver.iterations 1 --solver.coarse_step Rediscretize"
         " --solver.coarsening 2 --spatial 3 --solver.relaxation FCF",
     ),
-    "tinyimagenet": (pictures, "--layers 4 --width 1 --serial"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Data sets in general: digits and MNIST, the order of batches, what every loader says of missing files and packages."""
+"""Data sets in general: digits, MNIST and peaks, the order of batches, what every loader says of missing files and packages."""
 
 import functools
 import gzip
@@ -57,8 +57,7 @@ def test_digits_are_all_there_split_by_class():
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 5])
 def test_a_senseless_fraction_is_refused(fraction):
-    nowhere = [functools.partial(load, "nowhere") for load in (data.characters, contrib.indian_pines)]
-    for loader in (data.digits, data.peaks, *nowhere):
+    for loader in (data.digits, data.peaks, functools.partial(data.characters, "nowhere")):
         with pytest.raises(ValueError, match=f"test_fraction must be between 0 and 1, both excluded; got {fraction}"):
             loader(test_fraction=fraction)
 
@@ -165,6 +164,39 @@ def test_mnist_files_that_do_not_fit_are_refused(folder, name, array, expected):
     refused(f"{folder}: has no file {name} or {name}.gz; wanted a folder with the four", data.mnist, folder)
 
 
+def height(points):
+    """MATLAB's peaks at points given in [-1, 1]²."""
+    a, b = 3 * points.astype(float).T
+    hills = 3 * (1 - a) ** 2 * np.exp(-(a**2) - (b + 1) ** 2) - np.exp(-((a + 1) ** 2) - b**2) / 3
+    return hills - 10 * (a / 5 - a**3 - b**5) * np.exp(-(a**2) - b**2)
+
+
+def test_peaks_are_five_balanced_level_sets():
+    got = data.peaks()
+    assert got.train_x.shape == (4000, 2) and got.test_x.shape == (1000, 2) and got.shape == (2,) and got.classes == 5
+    assert got.train_x.dtype == np.float32 and got.train_y.dtype == np.int32
+    assert np.bincount(got.train_y).tolist() == [800] * 5 and np.bincount(got.test_y).tolist() == [200] * 5
+    x, y = np.concatenate([got.train_x, got.test_x]), np.concatenate([got.train_y, got.test_y])
+    assert len(np.unique(x, axis=0)) == 5000 and -1 <= x.min() < -0.99 and 0.99 < x.max() <= 1
+    # known: the maximum of peaks is 8.1062 and its minimum -6.5511
+    level = np.floor((height(x) + 6.5511) / (8.1062 + 6.5511) * 5).clip(0, 4)
+    assert np.mean(level == y) > 0.999
+    assert np.all(np.abs(level - y) <= 1)
+    # uniform within a level set: the middle one covers most of the square, and its corners as much as the rest
+    middle = x[y == 2]
+    corners = np.all(np.abs(middle) > 2 / 3, axis=1)
+    assert abs(corners.mean() - (4 / 36) / 0.7246) < 0.03
+
+
+def test_peaks_depend_on_seed_and_numbers_alone():
+    first, again, other = data.peaks(seed=1), data.peaks(seed=1), data.peaks(seed=2)
+    np.testing.assert_array_equal(first.train_x, again.train_x)
+    assert not np.array_equal(first.train_x, other.train_x)
+    got = data.peaks(samples=103, classes=3, test_fraction=0.5)
+    assert np.bincount(np.concatenate([got.train_y, got.test_y])).tolist() == [35, 34, 34]
+    assert np.bincount(got.test_y).tolist() == [18, 17, 17]
+
+
 def epoch(count, size, **options):
     return [batch.tolist() for (batch,) in data.batches((np.arange(count),), size, **options)]
 
@@ -234,7 +266,6 @@ FIVE, FOUR = np.arange(5), np.arange(4)
         (data.peaks, {"samples": 10.0}, "samples must be an integer"),
         (data.peaks, {"classes": 1}, "classes must be at least 2; got 1"),
         (data.peaks, {"seed": -1}, "seed must be at least 0; got -1"),
-        (contrib.indian_pines, {"folder": "nowhere", "seed": 0.5}, "seed must be an integer"),
         (contrib.modelnet, {"folder": "nowhere", "size": 0}, "size must be at least 1; got 0"),
         (data.gum, {"folder": "nowhere", "task": "xpos"}, "task must be 'upos' or 'feats'; got 'xpos'"),
         (data.gum, {"folder": "nowhere", "min_count": 0}, "min_count must be at least 1; got 0"),
@@ -255,8 +286,6 @@ def test_senseless_arguments_are_refused_at_once(call, options, message):
     ("package", "load"),
     [
         ("sklearn.datasets", lambda folder: data.digits()),
-        ("scipy.io", contrib.indian_pines),
-        ("PIL.Image", contrib.tiny_imagenet),
         ("conllu", lambda folder: read_conllu(Path(folder))),
     ],
 )

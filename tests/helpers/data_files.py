@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy.io
-from PIL import Image
 
 from lp_jax import data
 
@@ -65,35 +63,6 @@ def conllu(*sentences):
 def treebank(folder, train, dev=None, test=None):
     for split, sentences in (("train", train), ("dev", dev or train), ("test", test or train)):
         write(folder / f"xx-ud-{split}.conllu", conllu(*sentences))
-    return folder
-
-
-PINES = {"Indian_pines_corrected.mat": "indian_pines_corrected", "Indian_pines_gt.mat": "indian_pines_gt"}
-
-
-def pines(folder, cube, truth):
-    """An image and its ground truth as the two files of Indian Pines."""
-    for (name, variable), array in zip(PINES.items(), (cube, truth), strict=True):
-        scipy.io.savemat(folder / name, {variable: array})
-    return folder
-
-
-def photograph(path, level, size=(64, 64), mode="RGB"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, size, level if mode == "L" else (level, 0, 255 - level)).save(path, "JPEG", quality=95)
-    return path
-
-
-def photographs(folder, levels):
-    """Tiny ImageNet of one colour: of each class three images, each a level redder, the last grey; and one held out."""
-    lines = []
-    for held_out, (name, level) in enumerate(levels.items()):
-        for number, mode in enumerate(("RGB", "RGB", "L")):
-            photograph(folder / "train" / name / "images" / f"{name}_{number}.JPEG", level + number, mode=mode)
-        photograph(folder / "val" / "images" / f"val_{held_out}.JPEG", level + 1)
-        lines.append(f"val_{held_out}.JPEG\t{name}\t0\t0\t9\t9\n")
-    write(folder / "val" / "val_annotations.txt", "".join(lines))
-    write(folder / "wnids.txt", "".join(f"{name}\n" for name in levels))
     return folder
 
 
