@@ -16,4 +16,3 @@ from lp_jax.data._mnist import digits as digits
 from lp_jax.data._mnist import mnist as mnist
 from lp_jax.data._peaks import peaks as peaks
 from lp_jax.data._timeseries import timeseries as timeseries
-from lp_jax.data._timeseries import uci_har as uci_har

@@ -22,9 +22,8 @@ def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: in
         seed: seed of that split.
 
     Returns:
-        A `Dataset` with the names of the classes. Inputs of one or two bytes are float32, or uint8 as they are; float32 and
-        float64 stay, and longer integers are float64: scale such inputs before they become float32, as the command does. Values
-        are as they are, ``(samples, values)``, and ``classes`` is 0.
+        A `Dataset`. Inputs of one or two bytes are float32, or uint8 as they are; float32 and float64 stay, and longer integers
+        are float64: scale such inputs before they become float32, as the command does. For values, ``classes`` is 0.
 
     Raises:
         DataError: if the file cannot be read or has other arrays.
@@ -45,27 +44,24 @@ def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: in
     values = y.dtype.kind == "f"
     if "test_x" in stored or "test_y" in stored:
         test_x, test_y = _pair(path, stored, "test_")
-        if values != (test_y.dtype.kind == "f"):
-            raise wrong(path, f"y holds {y.dtype} and test_y {test_y.dtype}", "classes or values in both")
+        kinds = {y.dtype.kind, test_y.dtype.kind}
+        if len(kinds) > 1 and kinds != {"i", "u"}:
+            got = f"y holds {y.dtype} and test_y {test_y.dtype}"
+            raise wrong(path, got, "classes or values in both, of one kind")
         for name, train, test in (("x", x, test_x), ("y", y, test_y)):
             if train.shape[1:] != test.shape[1:]:
                 got = f"test_{name} has samples of shape {test.shape[1:]} and {name} {train.shape[1:]}"
                 raise wrong(path, got, "the same shape")
-        parts = x, y, test_x, test_y
     else:
-        parts = split(x, y, test_fraction, seed, by_class=not values)
-    x, y, test_x, test_y = parts
-    if y.dtype.kind != test_y.dtype.kind and not {y.dtype.kind, test_y.dtype.kind} <= {"i", "u"}:
-        raise wrong(path, f"y holds {y.dtype} and test_y {test_y.dtype}", "classes of one kind")
+        x, y, test_x, test_y = split(x, y, test_fraction, seed, by_class=not values)
     if np.result_type(y, test_y).kind == "f" and not values:  # int64 and uint64: large numbers would merge
         y, test_y = y.astype(object), test_y.astype(object)
     known = np.unique(np.concatenate([y, test_y]))
     if len(known) < 2:
         raise wrong(path, f"y holds one {'value' if values else 'class'}, {known[0]}", "two or more")
-    if values:
-        return Dataset(_inputs(x), y, _inputs(test_x), test_y, classes=0, shape=x.shape[1:])
-    y, test_y = (np.searchsorted(known, labels).astype(np.int32) for labels in (y, test_y))
-    names = tuple(map(str, known))
+    names = () if values else tuple(map(str, known))
+    if not values:
+        y, test_y = (np.searchsorted(known, labels).astype(np.int32) for labels in (y, test_y))
     return Dataset(_inputs(x), y, _inputs(test_x), test_y, classes=len(names), shape=x.shape[1:], names=names)
 
 

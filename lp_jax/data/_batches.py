@@ -43,13 +43,19 @@ def batches(
         >>> [batch.shape for (batch,) in data.batches((x,), 4, seed=0, epoch=0)]
         [(4,), (4,)]
     """
-    arrays = _arrays(data)
-    size = len(_leaves(arrays)[0])
-    _check.integer("batch_size", batch_size, least=1)
-    if batch_size > size:
-        raise ValueError(f"batch_size must be at most the number of samples, {size}; got {batch_size}.")
-    order = generator(seed, epoch).permutation(size)
-    return (jax.tree.map(operator.itemgetter(pick), arrays) for pick in groups(order, batch_size, drop_last))
+    arrays = (data.train_x, data.train_y) if isinstance(data, Dataset) else data
+    if hasattr(arrays, "shape"):
+        raise TypeError("data must be a Dataset or a sequence of arrays; got one array: pass (array,).")
+    arrays = tuple(arrays)
+    leaves = jax.tree.leaves(arrays, is_leaf=lambda part: not isinstance(part, tuple))
+    if other := [leaf for leaf in leaves if not hasattr(leaf, "shape")]:
+        kind = type(other[0]).__name__
+        raise TypeError(f"data must be arrays; got a {kind}: sequences of different lengths are for data.bucketed.")
+    lengths = list(map(len, leaves))
+    if len(set(lengths)) != 1:
+        raise ValueError(f"data must be arrays with one leading length, the number of samples; got lengths {lengths}.")
+    parts = _parts(generator(seed, epoch).permutation(lengths[0]), batch_size, drop_last, "samples")
+    return (jax.tree.map(operator.itemgetter(pick), arrays) for pick in parts)
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:
@@ -58,29 +64,13 @@ def generator(seed: int, epoch: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence(entropy))
 
 
-def groups(order: np.ndarray, size: int, drop_last: bool) -> list[np.ndarray]:
+def _parts(order: np.ndarray, size: int, drop_last: bool, of: str) -> list[np.ndarray]:
     """Return the parts of an order, ``size`` numbers each."""
+    _check.integer("batch_size", size, least=1)
+    if size > len(order):
+        raise ValueError(f"batch_size must be at most the number of {of}, {len(order)}; got {size}.")
     end = len(order) - len(order) % size if drop_last else len(order)
     return [order[start : start + size] for start in range(0, end, size)]
-
-
-def _arrays(data: Dataset | Sequence[PyTree]) -> tuple[PyTree, ...]:
-    if isinstance(data, Dataset):
-        return data.train_x, data.train_y
-    if hasattr(data, "shape"):
-        raise TypeError("data must be a Dataset or a sequence of arrays; got one array: pass (array,).")
-    arrays = tuple(data)
-    if other := [leaf for leaf in _leaves(arrays) if not hasattr(leaf, "shape")]:
-        kind = type(other[0]).__name__
-        raise TypeError(f"data must be arrays; got a {kind}: sequences of different lengths are for data.bucketed.")
-    lengths = [len(array) for array in _leaves(arrays)]
-    if len(set(lengths)) != 1:
-        raise ValueError(f"data must be arrays with one leading length, the number of samples; got lengths {lengths}.")
-    return arrays
-
-
-def _leaves(arrays: PyTree) -> list[PyTree]:
-    return jax.tree.leaves(arrays, is_leaf=lambda part: not isinstance(part, tuple))
 
 
 UNLABELLED = -1
@@ -143,25 +133,20 @@ def bucketed(
         >>> sorted(x.shape for x, y in pairs)
         [(2, 4), (2, 4), (2, 16)]
     """
-    sizes = np.array([len(x) for x in data.x])
-    pairs = itertools.zip_longest(sizes.tolist(), map(len, data.y), fillvalue=0)
-    for at, (elements, labels) in enumerate(pairs):
+    sizes = np.array(list(map(len, data.x)))
+    for at, (elements, labels) in enumerate(itertools.zip_longest(sizes, map(len, data.y), fillvalue=0)):
         if elements != labels:
-            raise ValueError(
-                f"data must have a label for each element; got {labels} for the {elements} of sequence {at}."
-            )
+            wrong = f"got {labels} for the {elements} of sequence {at}"
+            raise ValueError(f"data must have a label for each element; {wrong}.")
     bounds = [_check.integer("lengths", length, least=1) for length in lengths]
     if not bounds or any(later <= earlier for earlier, later in itertools.pairwise(bounds)):
         raise ValueError(f"lengths must increase; got {tuple(bounds)}.")
     if sizes.max(initial=0) > bounds[-1]:
         raise ValueError(f"lengths must reach the longest sequence, {sizes.max()}; got at most {bounds[-1]}.")
-    _check.integer("batch_size", batch_size, least=1)
-    if batch_size > len(sizes):
-        raise ValueError(f"batch_size must be at most the number of sequences, {len(sizes)}; got {batch_size}.")
     random = generator(seed, epoch)
     buckets = np.searchsorted(bounds, sizes)
     order = random.permutation(len(sizes))
-    parts = groups(order[np.argsort(buckets[order], kind="stable")], batch_size, drop_last)
+    parts = _parts(order[np.argsort(buckets[order], kind="stable")], batch_size, drop_last, "sequences")
 
     def batch(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         length = bounds[buckets[part[-1]]]

@@ -66,34 +66,27 @@ def characters(
     paths = [Path(path)] if isinstance(path, str | os.PathLike) else list(map(Path, path))
     if not paths:
         raise ValueError("path must be a file or several; got none.")
-    text = "\n".join(map(_text, paths))
-    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-    held_out = round(test_fraction * len(codes))
-    parts = codes[: len(codes) - held_out], codes[len(codes) - held_out :]
-    for part, purpose in zip(parts, ("train with", "hold out"), strict=True):
+    codes = np.frombuffer("\n".join(map(_text, paths)).encode("utf-32-le"), "<u4")
+    first_held_out = len(codes) - round(test_fraction * len(codes))
+    seen, counts = np.unique(codes[:first_held_out], return_counts=True)
+    known = seen[counts >= min_count]
+
+    def windows(part: np.ndarray, purpose: str) -> tuple[np.ndarray, np.ndarray]:
         if len(part) <= length:
             wanted = f"more than {length}, a window and the character after it"
             raise wrong(paths[0], f"{len(part)} characters to {purpose}", wanted)
-    seen, counts = np.unique(parts[0], return_counts=True)
-    known = seen[counts >= min_count]
-    (train_x, train_y), (test_x, test_y) = (_windows(_ids(part, known), length) for part in parts)
+        at = np.searchsorted(known, part)
+        is_known = np.append(known, np.uint32(0xFFFFFFFF))[at] == part
+        ids = np.where(is_known, at + len(_RESERVED), 1).astype(np.int32)
+        size = (len(ids) - 1) // length * length
+        return ids[:size].reshape(-1, length), ids[1 : size + 1].reshape(-1, length)
+
+    train, test = windows(codes[:first_held_out], "train with"), windows(codes[first_held_out:], "hold out")
     names = (*_RESERVED, *map(chr, known))
-    return Dataset(train_x, train_y, test_x, test_y, classes=len(names), shape=(length,), names=names)
+    return Dataset(*train, *test, classes=len(names), shape=(length,), names=names)
 
 
 def _text(path: Path) -> str:
     if path.name.removesuffix(".gz").endswith(".conllu"):
         return "\n".join(sentence.text for sentence in read_conllu(path))
     return "\n".join(lines(path, "text in UTF-8"))
-
-
-def _ids(codes: np.ndarray, known: np.ndarray) -> np.ndarray:
-    at = np.searchsorted(known, codes)
-    is_known = np.append(known, np.uint32(0xFFFFFFFF))[at] == codes
-    return np.where(is_known, at + len(_RESERVED), 1).astype(np.int32)
-
-
-def _windows(ids: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    count = (len(ids) - 1) // length
-    size = count * length
-    return ids[:size].reshape(count, length), ids[1 : size + 1].reshape(count, length)

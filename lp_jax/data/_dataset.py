@@ -71,17 +71,16 @@ def split(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return training and held-out samples, ``(train_x, train_y, test_x, test_y)``, by default the same part of every class."""
     check_fraction(test_fraction)
-    labels = y if by_class else None
     counts = np.unique(y, return_counts=True)[1] if by_class else [len(y)]
     test = math.ceil(test_fraction * len(y))
     if min(counts) < 2:
-        raise ValueError(
-            "each class must have two samples or more, to train with and to hold out; one has a single one."
-        )
+        why = "to train with and to hold out; one has a single one"
+        raise ValueError(f"each class must have two samples or more, {why}.")
     if min(test, len(y) - test) < len(counts):
         got = f"{test_fraction} leaves {len(y) - test} to train with and {test} to hold out, for {len(counts)} classes"
         raise ValueError(f"test_fraction must leave one sample of each class or more; {got}.")
     cut = require("sklearn.model_selection").train_test_split
+    labels = y if by_class else None
     train_x, test_x, train_y, test_y = cut(x, y, test_size=test_fraction, random_state=seed, stratify=labels)
     return train_x, train_y, test_x, test_y
 
@@ -93,10 +92,8 @@ class Scaler:
         self._scaler = require("sklearn.preprocessing").StandardScaler().fit(_rows(values))
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
-        scaled = self._scaler.transform(_rows(values)).reshape(values.shape)
-        check_finite(
-            "after scaling by the training samples", "the data", scaled, largest=float(np.finfo(np.float32).max)
-        )
+        scaled, largest = self._scaler.transform(_rows(values)).reshape(values.shape), float(np.finfo(np.float32).max)
+        check_finite("after scaling by the training samples", "the data", scaled, largest=largest)
         return scaled.astype(np.float32)
 
     def back(self, scaled: np.ndarray) -> np.ndarray:
@@ -125,14 +122,12 @@ def reading(path: Path, wanted: str) -> Iterator[None]:
         raise wrong(path, f"cannot be read ({reason})", wanted) from error
 
 
-def _most_bytes(path: Path) -> int:
-    """Return how many bytes a file may unpack to: more than data does, less than a bomb."""
-    return max(2**28, 100 * path.stat().st_size)
-
-
-def _check_unpacked(path: Path, size: int) -> None:
-    if size > (most := _most_bytes(path)):
+def _check_unpacked(path: Path, size: int = 0) -> int:
+    """Refuse a file that unpacks to more than data does, before it fills the memory; return how many bytes it may have."""
+    most = max(2**28, 100 * path.stat().st_size)
+    if size > most:
         raise wrong(path, f"unpacks to more than {most:,} bytes", "256 MiB or 100 times the file: save it unpacked")
+    return most
 
 
 def content(path: Path, wanted: str) -> bytes:
@@ -140,16 +135,16 @@ def content(path: Path, wanted: str) -> bytes:
     with reading(path, wanted), path.open("rb") as file:
         if path.suffix != ".gz" and file.peek(2)[:2] != b"\x1f\x8b":
             return file.read()
-        raw = gzip.GzipFile(fileobj=file).read(_most_bytes(path) + 1)
-    _check_unpacked(path, len(raw))
+        raw = gzip.GzipFile(fileobj=file).read(_check_unpacked(path) + 1)
+        _check_unpacked(path, len(raw))
     return raw
 
 
 def archive(path: Path, wanted: str) -> dict[str, np.ndarray]:
     """Return the arrays of a ``.npz`` file. Their checksums and sizes are checked, and none is unpickled."""
+    arrays = {}
     with reading(path, wanted), zipfile.ZipFile(path) as file:
         _check_unpacked(path, sum(member.file_size for member in file.infolist()))
-        arrays = {}
         for member in file.infolist():
             with file.open(member) as stream:
                 array = np.lib.format.read_array(stream, allow_pickle=False)

@@ -2,10 +2,11 @@
 
 import io
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from lp_jax.data._batches import UNLABELLED, Sequences
 from lp_jax.data._dataset import lines, reading, require, wrong
 
 _UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X"
-_COLUMNS = 10
 
 
 class Sentence(NamedTuple):
@@ -33,28 +33,23 @@ def read_conllu(path: Path) -> list[Sentence]:
     parsed = require("conllu").parse_incr(io.StringIO("\n".join(lines(path, wanted))), field_parsers=raw)
     sentences: list[Sentence] = []
     with reading(path, wanted):
-        for tokens in parsed:
-            if tokens:
-                sentences.append(_sentence(f"{path}: sentence {len(sentences) + 1}", tokens))
+        for tokens in filter(None, parsed):
+            place = f"{path}: sentence {len(sentences) + 1}"
+            words = [token for token in tokens if not isinstance(token["id"], tuple)]
+            ids = [token["id"] for token in words]
+            if not words or ids != list(range(1, len(ids) + 1)):
+                raise wrong(place, f"ids {' '.join(map(str, ids))}", "1, 2, 3 and so on")
+            for token in words:
+                if len(token) != 10 or not token["form"]:
+                    got = f"{len(token)} columns, word {token.get('form')!r}"
+                    raise wrong(place, got, "10 columns and a word in the second")
+                if token["upos"] not in _UPOS.split():
+                    raise wrong(place, f"part of speech {token['upos']!r} of {token['form']!r}", f"one of {_UPOS}")
+            form, upos, feats = (tuple(token[column] for token in words) for column in ("form", "upos", "feats"))
+            sentences.append(Sentence(form, upos, feats, tokens.metadata.get("text") or " ".join(form)))
     if not sentences:
         raise wrong(path, "no sentence in the whole file", "at least one")
     return sentences
-
-
-def _sentence(place: str, tokens: Any) -> Sentence:  # a conllu.TokenList
-    words = [token for token in tokens if not isinstance(token["id"], tuple)]
-    ids = [token["id"] for token in words]
-    if not words or ids != list(range(1, len(ids) + 1)):
-        raise wrong(place, f"ids {' '.join(map(str, ids))}", "1, 2, 3 and so on")
-    for token in words:
-        if len(token) != _COLUMNS or not token["form"]:
-            raise wrong(
-                place, f"{len(token)} columns, word {token.get('form')!r}", "10 columns and a word in the second"
-            )
-        if token["upos"] not in _UPOS.split():
-            raise wrong(place, f"part of speech {token['upos']!r} of {token['form']!r}", f"one of {_UPOS}")
-    form, upos, feats = (tuple(token[column] for token in words) for column in ("form", "upos", "feats"))
-    return Sentence(form, upos, feats, tokens.metadata.get("text") or " ".join(form))
 
 
 PADDING, UNKNOWN = "<padding>", "<unknown>"
@@ -172,32 +167,29 @@ def gum(
     _check.integer("min_count", min_count, least=1)
     if max_length is not None:
         _check.integer("max_length", max_length, least=1)
-    paths = {split: _find(Path(folder), split) for split in ("train", "dev", "test")}
-    sentences = {split: read_conllu(path) for split, path in paths.items()}
+    sentences = {split: read_conllu(_find(Path(folder), split)) for split in ("train", "dev", "test")}
     known = vocabularies((word for sentence in sentences["train"] for word in sentence.words), min_count)
     ids = [{entry: number for number, entry in enumerate(entries)} for entries in known]
     tags = tuple(sorted({tag for sentence in sentences["train"] for tag in getattr(sentence, task)}))
     numbers = {tag: number for number, tag in enumerate(tags)}
 
-    def row(columns: tuple[str, str, str, str]) -> tuple[int, ...]:
-        word, suffix, prefix, kind = columns
+    def row(word: str) -> tuple[int, ...]:
+        word, suffix, prefix, kind = _columns(word)
         number = ids[3][kind]  # an unknown word has the number of its shape
         return ids[0].get(word, number), ids[1].get(suffix, 1), ids[2].get(prefix, 1), number
 
-    def numbered(pieces: list[Sentence]) -> Sequences:
-        x = [np.array([row(_columns(word)) for word in piece.words], np.int32) for piece in pieces]
-        labels = [[numbers.get(tag, UNLABELLED) for tag in getattr(piece, task)] for piece in pieces]
-        return Sequences(x, [np.array(row, np.int32) for row in labels])
+    def pieces(found: list[Sentence], column: str) -> list[tuple[str, ...]]:
+        whole, longest = (getattr(sentence, column) for sentence in found), max_length or sys.maxsize
+        return [entries[start : start + longest] for entries in whole for start in range(0, len(entries), longest)]
 
-    pieces = {split: [piece for s in sentences[split] for piece in _pieces(s, max_length)] for split in paths}
-    parts = {split: numbered(pieces[split]) for split in paths}
-    return Tagging(
-        **parts,
-        tags=tags,
-        vocabularies=tuple(known),
-        unseen={split: sum(int(np.sum(y == UNLABELLED)) for y in part.y) for split, part in parts.items()},
-        test_words=[piece.words for piece in pieces["test"]],
-    )
+    parts = {}
+    for split, found in sentences.items():
+        x = [np.array(list(map(row, piece)), np.int32) for piece in pieces(found, "words")]
+        y = [np.array([numbers.get(tag, UNLABELLED) for tag in piece], np.int32) for piece in pieces(found, task)]
+        parts[split] = Sequences(x, y)
+    unseen = {split: sum(int(np.sum(y == UNLABELLED)) for y in part.y) for split, part in parts.items()}
+    words = pieces(sentences["test"], "words")
+    return Tagging(**parts, tags=tags, vocabularies=tuple(known), unseen=unseen, test_words=words)
 
 
 def _find(folder: Path, split: str) -> Path:
@@ -206,10 +198,3 @@ def _find(folder: Path, split: str) -> Path:
     if len(paths) != 1:
         raise wrong(folder, f"has {len(paths)} files *{ends[0]} or *{ends[1]}", "one")
     return paths[0]
-
-
-def _pieces(sentence: Sentence, max_length: int | None) -> list[Sentence]:
-    length = max_length or len(sentence.words)
-    words, upos, feats, text = sentence
-    parts = [slice(start, start + length) for start in range(0, len(words), length)]
-    return [Sentence(words[p], upos[p], feats[p], text) for p in parts]

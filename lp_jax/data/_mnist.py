@@ -1,4 +1,4 @@
-"""Handwritten digits of scikit-learn and MNIST, and IDX files: a magic number, sizes of the axes, values."""
+"""Handwritten digits: those of scikit-learn, and MNIST from IDX files (a magic number, sizes of the axes, bytes)."""
 
 import math
 import os
@@ -6,26 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._dataset import Dataset, check_fraction, content, find, reading, require, split, wrong
-
-_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"}
-
-
-def read_idx(path: Path) -> np.ndarray:
-    """Read an IDX file: 0, 0, the type of the values, the number of axes; the size of each in 4 bytes; the values."""
-    raw = content(path, "an IDX file")
-    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
-        types = ", ".join(f"{code:02x}" for code in _TYPES)
-        raise wrong(path, f"starts with {raw[:4].hex()!r}", f"an IDX file: 0000, a type ({types}), the number of axes")
-    dtype, axes = np.dtype(_TYPES[raw[2]]).newbyteorder(">"), raw[3]
-    with reading(path, "an IDX file"):
-        shape = np.frombuffer(raw, ">u4", axes, offset=4).tolist()
-        size = 4 + 4 * axes + math.prod(shape) * dtype.itemsize
-        if len(raw) != size:
-            described = f"{' x '.join(map(str, shape))} values of {dtype.itemsize} byte(s) that its header announces"
-            raise wrong(path, f"{len(raw)} bytes", f"{size}, for the {described}")
-        return np.frombuffer(raw, dtype, offset=4 + 4 * axes).reshape(shape).astype(dtype.newbyteorder("="))
-
+from lp_jax.data._dataset import Dataset, content, find, reading, require, split, wrong
 
 _CLASSES = 10
 
@@ -42,12 +23,6 @@ def mnist(folder: str | os.PathLike[str]) -> Dataset:
     Raises:
         DataError: if a file is missing or malformed, the numbers of images and labels differ, a label is above 9, there are no
             images, or images differ in size.
-
-    Example:
-        >>> from lp_jax import data
-        >>> data.mnist("no/such/folder")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        lp_jax.data._dataset.DataError: no/such/folder: has no file train-images-idx3-ubyte or ...
 
     Reference:
         LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", Proc. IEEE 86 (1998).
@@ -72,11 +47,21 @@ def _split(folder: Path, name: str, size: tuple[int, ...] | None) -> tuple[np.nd
 
 
 def _bytes(folder: Path, name: str, *, axes: int) -> tuple[Path, np.ndarray]:
+    """Read an IDX file: 0, 0, 8 for bytes, the number of axes; the size of each in 4 bytes; the values."""
     path = find(folder, name, "a folder with the four files of MNIST")
-    array = read_idx(path)
-    if array.dtype != np.uint8 or array.ndim != axes:
-        raise wrong(path, f"{array.dtype} values along {array.ndim} axes", f"uint8 along {axes}")
-    return path, array
+    magic, wanted = bytes([0, 0, 8, axes]), f"an IDX file of bytes along {axes} axes"
+    raw = content(path, wanted)
+    if not raw.startswith(magic):
+        raise wrong(path, f"starts with {raw[:4].hex()!r}", f"{magic.hex()!r}, {wanted}")
+    with reading(path, wanted):
+        shape = np.frombuffer(raw, ">u4", axes, offset=4).tolist()
+    first = 4 + 4 * axes
+    if len(raw) != first + math.prod(shape):
+        described = (
+            f"{first + math.prod(shape)}, for the {' x '.join(map(str, shape))} values that its header announces"
+        )
+        raise wrong(path, f"{len(raw)} bytes", described)
+    return path, np.frombuffer(raw, np.uint8, offset=first).reshape(shape)
 
 
 def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
@@ -99,8 +84,6 @@ def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
     Reference:
         Alpaydin, Kaynak, "Optical recognition of handwritten digits", UCI Machine Learning Repository, 1998.
     """
-    check_fraction(test_fraction)
     bunch = require("sklearn.datasets").load_digits()
-    x = (bunch.images[..., None] / 16.0).astype(np.float32)
-    y = bunch.target.astype(np.int32)
+    x, y = (bunch.images[..., None] / 16.0).astype(np.float32), bunch.target.astype(np.int32)
     return Dataset(*split(x, y, test_fraction, seed), classes=_CLASSES, shape=x.shape[1:])

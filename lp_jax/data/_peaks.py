@@ -6,8 +6,6 @@ from lp_jax._arrays import _check
 from lp_jax.data._dataset import Dataset, split
 
 _HALF = 3.0  # half of the square's side
-_BLOCK = 20_000
-_GRID = np.linspace(-_HALF, _HALF, 601)
 
 
 def peaks(samples: int = 5000, test_fraction: float = 0.2, seed: int = 0, classes: int = 5) -> Dataset:
@@ -51,20 +49,20 @@ def peaks(samples: int = 5000, test_fraction: float = 0.2, seed: int = 0, classe
     _check.integer("samples", samples, least=1)
     _check.integer("seed", seed, least=0)
     generator = np.random.default_rng(seed)
-    values = _function(_GRID[:, None], _GRID[None, :])
+    grid = np.linspace(-_HALF, _HALF, 601)
+    values = _function(grid[:, None], grid[None, :])
     inner = np.linspace(values.min(), values.max(), classes + 1)[1:-1]  # bounds between two classes
     missing = np.array([len(range(label, samples, classes)) for label in range(classes)])
     points, labels = [], []
     while missing.any():
-        block = generator.uniform(-_HALF, _HALF, (_BLOCK, 2))
+        block = generator.uniform(-_HALF, _HALF, (20_000, 2))
         label = np.digitize(_function(block[:, 0], block[:, 1]), inner)
         for wanted in range(classes):
             new = block[label == wanted][: missing[wanted]]
             points.append(new)
             labels.append(np.full(len(new), wanted, np.int32))
             missing[wanted] -= len(new)
-    x = (np.concatenate(points) / _HALF).astype(np.float32)
-    y = np.concatenate(labels)
+    x, y = (np.concatenate(points) / _HALF).astype(np.float32), np.concatenate(labels)
     return Dataset(*split(x, y, test_fraction, seed), classes=classes, shape=(2,))
 
 

@@ -1,4 +1,4 @@
-"""Time series: the .ts format, problems of the archives, UCI HAR."""
+"""Time series: the .ts format, problems of the archives."""
 
 import gzip
 
@@ -30,12 +30,6 @@ def test_series_of_a_file(tmp_path):
             assert all(x.dtype == np.float64 for x in got.x)
 
 
-def test_series_without_classes(tmp_path):
-    got = read_ts(write(tmp_path / "a.ts", "@data\n1,2:3,4\n5,6:7,8\n"))
-    assert got.labels == [] and got.classes == ()
-    assert [x.tolist() for x in got.x] == [[[1, 3], [2, 4]], [[5, 7], [6, 8]]]
-
-
 def test_missing_values_are_filled(tmp_path):
     path = write(tmp_path / "a.ts", HEADER + "1,?,3:4,5,NaN:up\n")
     assert read_ts(path, fill=-1.0).x[0].tolist() == [[1, 4], [-1, 5], [3, -1]]
@@ -65,6 +59,7 @@ def header(**keys):
         (header(timeStamps="true") + BODY, "a problem of regression, or series with time stamps; wanted classes,"),
         (header(targetLabel="true") + BODY, "a problem of regression, or series with time stamps; wanted classes,"),
         (header(classLabel="true") + BODY, "classes none; wanted at least one, none of them twice"),
+        (header(classLabel="false") + BODY, "classes none; wanted at least one, none of them twice, announced by @cl"),
         (header(classLabel="true a b a") + BODY, "classes a b a; wanted at least one"),
         (HEADER.replace("@data\n", "") + BODY, "no header, or more in it than keys and comments; wanted keys (@...)"),
         (HEADER.replace("@data\n", BODY + "@data\n"), "no header, or more in it than keys and comments; wanted"),
@@ -97,7 +92,7 @@ def test_series_are_scaled_by_training_and_padded(tmp_path):
     assert np.all(x[..., 1] == 0) and test_x[0, :, 1].tolist() == [0, 1, 2, 3]
 
 
-LEFT, THREE, NONE = header(classLabel="true up down left"), header(dimensions="3"), header(classLabel="false")
+LEFT, THREE = header(classLabel="true up down left"), header(dimensions="3")
 UNSEEN = "which no training series has; wanted one of"
 
 
@@ -107,10 +102,6 @@ UNSEEN = "which no training series has; wanted one of"
         ({"train": "1:2:up\n", "test": "1:2:up\n3:4:down\n"}, f"TEST.ts.gz: class 'down', {UNSEEN} up."),
         ({"test_header": LEFT, "test": "3:4:left\n"}, f"TEST.ts.gz: class 'left', {UNSEEN} down up."),
         ({"test_header": THREE, "test": "1:2:3:up\n"}, "TEST.ts.gz: 3 channels; wanted 2, like those to train with"),
-        (
-            {"test_header": NONE, "test": "1:2\n"},
-            "TEST.ts.gz: series without classes; wanted classes, announced by @classLabel",
-        ),
         ({"train": "1:?:up\n"}, "TRAIN.ts: line 9: the series holds nan at "),
     ],
 )
@@ -150,70 +141,3 @@ def test_real_series(shared_data, name, train, test, classes, lengths):
     raw = np.array([channel.split(",") for channel in line.split(":")[:-1]], float).T
     for channel, values in enumerate(raw.T):
         assert np.corrcoef(values, x[0, : len(raw), channel])[0, 1] > 1 - 1e-6
-
-
-CHANNELS = [f"{signal}_{axis}" for signal in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
-
-
-@pytest.fixture
-def har(tmp_path):
-    """Six training and three test windows of four steps: values are 100 channel + 10 window + step."""
-    write(tmp_path / "activity_labels.txt", "1 WALKING\n2 SITTING\n3 LAYING\n")
-    for split, labels in (("train", "1 2 3 3 2 1"), ("test", "3 1 2")):
-        write(tmp_path / split / f"y_{split}.txt", "\n".join(labels.split()) + "\n")
-        for channel, name in enumerate(CHANNELS):
-            windows = [[100 * channel + 10 * i + t for t in range(4)] for i in range(len(labels.split()))]
-            text = "".join("".join(f"  {value:.7e}" for value in window) + "\n" for window in windows)
-            write(tmp_path / split / "Inertial Signals" / f"{name}_{split}.txt", text)
-    return tmp_path
-
-
-def test_activities_from_a_folder(har):
-    path = har / "test" / "Inertial Signals" / "body_gyro_y_test.txt"
-    write(path.with_name(path.name + ".gz"), path.read_text())
-    path.unlink()
-    got = data.uci_har(har)
-    assert got.train_x.shape == (6, 4, 9) and got.test_x.shape == (3, 4, 9) and got.shape == (4, 9)
-    assert got.train_x.dtype == np.float32 and got.train_y.dtype == np.int32
-    assert got.train_y.tolist() == [0, 1, 2, 2, 1, 0] and got.test_y.tolist() == [2, 0, 1]
-    assert got.classes == 3 and got.names == ("WALKING", "SITTING", "LAYING")
-    window, step = np.arange(6)[:, None, None], np.arange(4)[None, :, None]
-    values = 10 * window + step + 0.0 * np.arange(9)
-    scaled = (values - values.mean((0, 1))) / values.std((0, 1))
-    np.testing.assert_allclose(got.train_x, scaled, atol=1e-5)
-    np.testing.assert_allclose(got.test_x, scaled[:3], atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("activity_labels.txt", "1 WALKING\nSITTING\n", "cannot be read (not enough values to unpack"),
-        ("train/y_train.txt", "1\n2\n4\n", "activities 1 to 4, 1 a line; wanted 1 to 3, one a line"),
-        ("train/y_train.txt", "1\n1.5\n2\n", "activities 1 to 2, 1 a line; wanted 1 to 3"),
-        ("train/y_train.txt", "1 2\n" * 6, "activities 1 to 2, 2 a line; wanted 1 to 3, one a line"),
-        ("{}/body_acc_x_train.txt", "1 2 3 4\n", "1 windows of 4 numbers; wanted 6, one for each label, of 4"),
-        ("{}/body_acc_y_train.txt", "1 2 3\n" * 6, "6 windows of 3 numbers; wanted 6, one for each label, of 4"),
-        ("{}/body_acc_y_train.txt", "1 2 3 4\n1 2 3\n", "cannot be read (the number of columns changed from 4 to 3"),
-        ("{}/body_acc_x_train.txt", "\n", "cannot be read ("),
-        ("{}/body_acc_x_train.txt", "1 x 3\n", "cannot be read (could not convert string 'x' to float64 at row 0"),
-        ("{}/body_acc_x_train.txt", "1 nan 3 4\n" * 6, "the table holds nan at [0, 1]; wanted finite numbers"),
-    ],
-)
-def test_malformed_activities_are_refused(har, name, content, expected):
-    path = write(har / name.format("train/Inertial Signals"), content)
-    refused(f"{path}: {expected}", data.uci_har, har)
-
-
-def test_activities_of_other_lengths_are_refused(har):
-    for path in (har / "test" / "Inertial Signals").iterdir():
-        write(path, "1 2 3\n" * 3)
-    refused(f"{har / 'test'}: windows of 3 numbers; wanted 4, like those of train", data.uci_har, har)
-
-
-@pytest.mark.parametrize(
-    "name", ["activity_labels.txt", "train/y_train.txt", "test/Inertial Signals/total_acc_z_test.txt"]
-)
-def test_a_missing_file_of_activities_is_named(har, name):
-    path = har / name
-    path.unlink()
-    refused(f"{path.parent}: has no file {path.name} or {path.name}.gz; wanted the", data.uci_har, har)

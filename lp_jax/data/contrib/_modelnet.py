@@ -11,8 +11,6 @@ import numpy as np
 from lp_jax._arrays import _check
 from lp_jax.data._dataset import LARGEST, Dataset, archive, check_finite, lines, reading, require, wrong
 
-_READY = "voxels_{}.npz"
-
 
 def modelnet(folder: str | os.PathLike[str], size: int = 32) -> Dataset:
     """Load ModelNet10, ModelNet40 or the like: the surfaces of shapes on a grid of ``size``³ voxels.
@@ -20,7 +18,7 @@ def modelnet(folder: str | os.PathLike[str], size: int = 32) -> Dataset:
     The folder holds meshes, ``CLASS/train/*.off`` and ``CLASS/test/*.off``, plain or gzipped; or ready voxels in
     ``voxels_train.npz`` and ``voxels_test.npz``. These have the arrays ``voxels``, uint8
     ``(samples, size, size, size / 8)`` with eight voxels packed into each byte of the last axis as by ``numpy.packbits``,
-    ``labels`` ``(samples,)`` and ``classes``, the names.
+    ``labels`` ``(samples,)`` and ``classes``, the names, the same in both files.
 
     The package ``trimesh`` reads the meshes and finds their voxels, those of points half a voxel apart at most. So it may
     miss a voxel that only a corner or an edge of the surface touches. A mesh is centred in a cube, its longest side from
@@ -45,17 +43,18 @@ def modelnet(folder: str | os.PathLike[str], size: int = 32) -> Dataset:
     """
     folder = Path(folder)
     _check.integer("size", size, least=1)
-    if (folder / _READY.format("train")).exists():
-        names: Sequence[str] = _arrays(folder, "train", size)[2].tolist()
-        load = _ready
+    if (folder / "voxels_train.npz").exists():
+        train_x, train_y, names = _ready(folder / "voxels_train.npz", size)
+        test_x, test_y, others = _ready(folder / "voxels_test.npz", size)
+        if others != names:
+            wanted = f"{', '.join(names)}, those of voxels_train.npz"
+            raise wrong(folder / "voxels_test.npz", f"classes {', '.join(others)}", wanted)
     else:
-        names = sorted(path.parent.name for path in folder.glob("*/train") if path.is_dir())
-        load = _meshes
+        names = tuple(sorted(path.parent.name for path in folder.glob("*/train") if path.is_dir()))
         if not names:
             raise wrong(folder, "has no file voxels_train.npz and no folder */train of meshes", "one of the two")
-    (train_x, train_y), (test_x, test_y) = (load(folder, split, names, size) for split in ("train", "test"))
-    shape = (size, size, size, 1)
-    return Dataset(train_x, train_y, test_x, test_y, classes=len(names), shape=shape, names=tuple(names))
+        (train_x, train_y), (test_x, test_y) = (_meshes(folder, split, names, size) for split in ("train", "test"))
+    return Dataset(train_x, train_y, test_x, test_y, classes=len(names), shape=(size, size, size, 1), names=names)
 
 
 def _meshes(folder: Path, split: str, names: Sequence[str], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -79,9 +78,8 @@ def _voxels(path: Path, size: int) -> np.ndarray:
         corners, faces = map(int, rows[0][:2])
         whole = [row for row in rows[1 + corners :][:faces] if len(row) > int(row[0]) > 2]  # trimesh skips others
         if not 0 < len(whole) == faces:
-            raise wrong(
-                path, f"{len(whole)} faces of three corners or more", f"{wanted}, with the {faces} of its header"
-            )
+            got = f"{len(whole)} faces of three corners or more"
+            raise wrong(path, got, f"{wanted}, with the {faces} of its header")
         check_finite(path, "the list of corners", mesh.vertices)
         if not mesh.extents.max() > 1 / LARGEST:
             raise wrong(path, "a single point", wanted)
@@ -94,23 +92,13 @@ def _voxels(path: Path, size: int) -> np.ndarray:
     return voxels
 
 
-def _ready(folder: Path, split: str, names: Sequence[str], size: int) -> tuple[np.ndarray, np.ndarray]:
-    voxels, labels, classes = _arrays(folder, split, size)
-    if (found := set(classes[labels])) != set(names):
-        got = f"shapes of {', '.join(sorted(found))}"
-        raise wrong(folder / _READY.format(split), got, f"of all of {', '.join(names)}")
-    x = np.unpackbits(voxels, axis=-1)[..., None].astype(np.float32)
-    return x, np.array([names.index(name) for name in classes[labels]], np.int32)
-
-
-def _arrays(folder: Path, split: str, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    path = folder / _READY.format(split)
+def _ready(path: Path, size: int) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """Return the voxels of a file, the numbers of their classes, and the classes' names."""
     wanted = "a NumPy archive with voxels, labels and classes"
     stored = archive(path, wanted)
     with reading(path, wanted):
         voxels, labels, classes = (stored[name] for name in ("voxels", "labels", "classes"))
-    shape = (labels.size, size, size, size / 8)
-    if voxels.dtype != np.uint8 or voxels.shape != shape or not labels.size:
+    if voxels.dtype != np.uint8 or voxels.shape != (labels.size, size, size, size / 8) or not labels.size:
         wanted = f"uint8 of shape (labels, {size}, {size}, {size / 8:g}), the last axis packed"
         raise wrong(path, f"voxels: {voxels.dtype} of shape {voxels.shape}", wanted)
     if labels.dtype.kind not in "iu" or labels.ndim != 1 or classes.dtype.kind != "U" or classes.ndim != 1:
@@ -120,4 +108,5 @@ def _arrays(folder: Path, split: str, size: int) -> tuple[np.ndarray, np.ndarray
         raise wrong(path, f"classes {', '.join(classes)}", "names, none of them twice")
     if labels.min() < 0 or labels.max() >= len(classes):
         raise wrong(path, f"labels {labels.min()} to {labels.max()}", f"0 to {len(classes) - 1}, numbers of classes")
-    return voxels, labels, classes
+    x = np.unpackbits(voxels, axis=-1)[..., None].astype(np.float32)
+    return x, labels.astype(np.int32), tuple(classes.tolist())
