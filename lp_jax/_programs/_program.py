@@ -72,18 +72,18 @@ class Program:
 
         @jax.custom_vjp
         def solve(arrays: Arrays) -> Output:
-            return self._forward(arrays, keep=False)[0]
+            return self.forward(arrays, keep=False)[0]
 
         def fwd(primals: PyTree) -> tuple[Output, PyTree]:
             arrays = custom_vjp_primal_tree_values(primals)
-            out, left = self._forward(arrays, keep=True)
+            out, left = self.forward(arrays, keep=True)
             return out, (arrays, left, (out[0], out[1], out[2][0].result))
 
         def bwd(residuals: tuple[Arrays, Forward, PyTree], cotangents: Output) -> tuple[Arrays]:
             arrays, left, (y1, aux, result) = residuals
             y1_cotangent, keep = jax.tree.map(_or_zeros, cotangents[0], y1), arrays.adjoint_guess is not None
             try:
-                gradient, stats = self._backward(arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
+                gradient, stats = self.backward(arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
             except NameError as error:
                 raise NameError(f"{error} {_NO_AXIS}") from error
             if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
@@ -106,8 +106,8 @@ class Program:
         """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
         if self.scan:
             return self._scan_vjp(arrays)
-        out, left = self._forward(arrays, keep=True)
-        return out, functools.partial(self._backward, arrays, left, keep=True)
+        out, left = self.forward(arrays, keep=True)
+        return out, functools.partial(self.backward, arrays, left, keep=True)
 
     def chain(self, slices: Slices, y0: State, shared: PyTree) -> Chain:
         """The chain of these layers: all layers, or those of one worker."""
@@ -135,11 +135,11 @@ class Program:
         return out, pullback
 
     @functools.cached_property
-    def _forward(self) -> Callable[..., tuple[Output, Forward | None]]:
+    def forward(self) -> Callable[..., tuple[Output, Forward | None]]:
         return jax.jit(functools.partial(_forward, self), static_argnames="keep", inline=self.workers.rows[0] == 0)
 
     @functools.cached_property
-    def _backward(self) -> Callable[..., tuple[Arrays, Stats]]:
+    def backward(self) -> Callable[..., tuple[Arrays, Stats]]:
         return jax.jit(functools.partial(_backward, self), static_argnames="keep", inline=self.workers.rows[0] == 0)
 
 

@@ -13,7 +13,7 @@ _count = functools.lru_cache(maxsize=1024)(count)
 
 
 def with_costs(rows: Sequence[Row], solvers: Pair, *, layers: int, examples: int) -> list[Row]:
-    """Return the rows of training with work and depth up to there, without probes; both None where solvers cannot be counted.
+    """Return the rows of training with work and depth up to there, without probes.
 
     ``layers`` are those before any row of kind "depth". Tolerances count as the iterations that they took: forward
     those of each row, adjoint those of the last probe. A row without iterations was a serial step of a controller.
@@ -27,11 +27,8 @@ def with_costs(rows: Sequence[Row], solvers: Pair, *, layers: int, examples: int
             probed = unflat("adjoint_residual", row)
         elif row["kind"] == "train":
             forward, adjoint = _with_iterations(solvers, len(unflat("forward_residual", row)), len(probed))
-            try:
-                gradient, trials = _training_step(forward, adjoint, layers), row.get("trials", 0)
-                trial = _count(adjoint, layers)  # of a line search: a forward solve with the adjoint's iterations
-            except NotImplementedError:  # the planner says which
-                return [{**row, "work": None, "depth": None} for row in rows if row["kind"] == "train"]
+            gradient, trials = _training_step(forward, adjoint, layers), row.get("trials", 0)
+            trial = _count(adjoint, layers)  # of a line search: a forward solve with the adjoint's iterations
             work += float(examples * (gradient.work() + trials * trial.work()))
             depth += float(gradient.depth() + trials * trial.depth())
             found.append({**row, "work": work, "depth": depth})

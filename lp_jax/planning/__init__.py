@@ -1,6 +1,5 @@
 """Predict the time and memory of a training step before it is run."""
 
-from lp_jax.planning import _solvers as _solvers
 from lp_jax.planning._cost import predict as predict
 from lp_jax.planning._default import assume as assume
 from lp_jax.planning._default import default as default
@@ -10,6 +9,6 @@ from lp_jax.planning._machine import Machine as Machine
 from lp_jax.planning._plan import choose as choose
 from lp_jax.planning._result import Plan as Plan
 from lp_jax.planning._schedule import training_step as training_step
+from lp_jax.planning._solvers import held as held
+from lp_jax.planning._solvers import with_effort as with_effort
 from lp_jax.planning._words import summary as summary
-from lp_jax.planning._work import held as held
-from lp_jax.planning._work import with_effort as with_effort

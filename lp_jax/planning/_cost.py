@@ -16,7 +16,8 @@ from typing import NamedTuple
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._schedule import count
-from lp_jax.planning._work import Schedule, held
+from lp_jax.planning._solvers import held
+from lp_jax.planning._work import Schedule
 
 
 class Cost(NamedTuple):
@@ -59,7 +60,7 @@ def predict(
         ``parameters`` (with their gradient), ``kept`` and ``working``.
 
     Raises:
-        NotImplementedError: for Newton's method within multigrid, or on a machine without times of Newton's method.
+        NotImplementedError: for Newton's method on a machine without times of Newton's method.
         ValueError: for more data workers than examples.
 
     Example:

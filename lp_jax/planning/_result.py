@@ -11,8 +11,8 @@ from lp_jax._solvers._solver import Solver
 from lp_jax.planning._candidates import exact_cycles
 from lp_jax.planning._cost import Cost, pipeline, predict
 from lp_jax.planning._machine import Machine
+from lp_jax.planning._solvers import with_effort
 from lp_jax.planning._words import align, code, milliseconds, numbered, pair, times, where_it_pays
-from lp_jax.planning._work import with_effort
 
 DEVICES = tuple(2**exponent for exponent in range(13))
 # A solver is recommended if it is predicted this many times as fast as serial propagation; predictions err by as much.

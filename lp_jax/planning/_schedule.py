@@ -1,34 +1,31 @@
-"""Count a solver's evaluations and messages, by its registered functions or from the program of a solve."""
+"""Count a solver's evaluations and messages: the library's own by formulas, others by reading the program of a solve."""
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import cast
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-
-from lp_jax._arrays._at_once import ACCELERATOR
-from lp_jax._arrays._products import cost_of
-from lp_jax._arrays._types import CPoints, Layer, PyTree, Slices, State
-from lp_jax._comms._workers import Run, Workers
-from lp_jax._levels._chain import Chain
-from lp_jax._levels._layer import LayerStep, Traced
-from lp_jax._programs._adjoint import Forward, entered_in_final_sweep, solve_adjoint
-from lp_jax._solvers._picard import Picard
-from lp_jax._solvers._solver import Solver, iterate
-from lp_jax.planning._work import Event, Schedule, Uncounted, Work, count_work, most_at_once, with_effort
+from lp_jax._solvers._coarse_step import CoarseStep, Identity
+from lp_jax._solvers._elementwise import Elementwise
+from lp_jax._solvers._mgrit import MGRIT
+from lp_jax._solvers._newton import Newton
+from lp_jax._solvers._rediscretize import Rediscretize
+from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._sweeps import Sweeps
+from lp_jax._solvers._windowed import Windowed
+from lp_jax.planning._path import Stop, cascade_stops, cycle_stops, relaxations
+from lp_jax.planning._read import read
+from lp_jax.planning._solvers import busiest, most_at_once, with_effort
+from lp_jax.planning._work import Event, Schedule, batches, prefix_messages
 
 
 def training_step(
     solver: Solver, adjoint_solver: Solver, layers: int, *, workers: int = 1, at_once: float = math.inf
 ) -> Schedule:
-    """Count the work of value and gradient on the busiest worker; ``at_once`` is the number of layers for "auto".
-
-    Raises:
-        NotImplementedError: for Newton's method within multigrid.
-    """
+    """Count the work of value and gradient on the busiest worker; ``at_once`` is the number of layers for "auto"."""
     kept = solver.resolve(layers).keeps_states
     forward = count(solver, layers, workers=workers, at_once=at_once, kept=kept)
     return forward + count(adjoint_solver, layers, workers=workers, at_once=at_once, kept=kept, adjoint=True)
@@ -47,150 +44,206 @@ def count(
 
     ``kept`` says whether the forward solve keeps linearisations of all layers.
     """
+    events: list[Event] = []
     solver = solver.resolve(layers)
     most = most_at_once(solver, at_once)
-    work = Work(layers=layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint)
+    chain = _Chain(layers=layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint, events=events)
     try:
-        count_work(solver, work)
-    except Uncounted:
+        _record(solver, chain)
+    except NotImplementedError:
         fixed = with_effort(solver, solver.iterations) if solver.has_tolerance else solver
         return read(fixed, layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint)
-    if workers > 1:
-        work.schedule.reductions += 2  # the last state, and the residual norms
-    return work.schedule
-
-
-_STATE, _HIDDEN, _MESSAGE, _REDUCTION = 3, 5, 7, 11  # terms of the sums in products of each kind; in a gradient it is 1
-
-
-@functools.lru_cache(maxsize=1024)
-def read(solver: Solver, layers: int, *, workers: int, at_once: float, kept: bool, adjoint: bool) -> Schedule:
-    """Count the batches and messages of a solve in its program for a model network, on one worker.
-
-    A layer of the model is one product with a matrix that is not square. The shapes of products distinguish evaluations,
-    their transposes and gradients of the parameters. Messages are products of other shapes. The number of iterations must be
-    fixed.
-    """
-    unit = solver.unit(layers)
-    mine = math.ceil(layers / unit / workers) * unit
-    held = (mine,) * math.ceil(layers / mine)
-    needs = solver.needs(layers)
-    steps = tuple((which, _LAYER) for which in (*range(len(needs.transfers) + 1), *needs.steps))
-    marked = _Counted(sequential="relay", layers=layers, held=held, processor=ACCELERATOR)
-    chain = functools.partial(_chain, Traced(steps, layers, (True, False, False, False)), marked)
-    first = solver if not adjoint or solver.keeps_states == kept else Picard(storage="all" if kept else "states")
-    forward = functools.partial(_forward, first, chain, kept=kept)
-    arrays = jax.eval_shape(lambda: (jnp.zeros((mine, _HIDDEN, _STATE), jnp.float32), jnp.zeros(_STATE, jnp.float32)))
-    if adjoint:
-        left = jax.eval_shape(forward, *arrays)[1]
-        program = jax.make_jaxpr(functools.partial(_backward, solver, first.stride(layers), chain))(*arrays, left)
-    else:
-        program = jax.make_jaxpr(forward)(*arrays)
-    batches = Work(layers=layers, at_once=at_once)
-    for kind, terms in (("linearise" if adjoint else "forward", _STATE), ("adjoint", _HIDDEN), ("gradient", 1)):
-        work, depth = map(int, cost_of(program.jaxpr, unit=2 * _STATE * _HIDDEN, terms=terms))
-        number = max(depth, math.ceil(work / mine))
-        if number:  # as even as can be
-            size, more = divmod(work, number)
-            batches.add(kind, number - more, size)
-            batches.add(kind, more, size + 1)
-    if workers == 1:
-        return batches.schedule
-    messages = int(cost_of(program.jaxpr, terms=_MESSAGE).depth)
-    reductions = int(cost_of(program.jaxpr, unit=2 * _REDUCTION, terms=_REDUCTION).work)
-    return Schedule(_spread(messages, batches.schedule.events), reductions)
-
-
-def _spread(messages: int, events: Sequence[Event]) -> list[Event]:
-    """Return the batches with messages between them, as evenly as can be."""
-    batches = [event._replace(times=1) for event in events for _ in range(event.times)]
-    spread: list[Event] = []
-    for number, batch in enumerate(batches, 1):
-        due = number * messages // len(batches) - (number - 1) * messages // len(batches)
-        spread += [batch, *[Event(batch.phase, "message", due, 0)] * (due > 0)]
-    return spread
-
-
-def _step(y: State, layer: Layer) -> State:
-    return y + layer.dt * jnp.sum(jnp.tanh(layer.params @ y))
-
-
-_LAYER = LayerStep(_step, 0, False, structure=jax.tree.structure(0), in_place=True)
-
-
-def _chain(traced: Traced, workers: Workers, matrices: jax.Array, y0: jax.Array) -> Chain:
-    steps = len(matrices)
-    dt = jnp.full(steps, 1 / workers.layers, jnp.float32)
-    slices = Slices(matrices, None, jnp.cumsum(dt), dt, jnp.arange(steps, dtype=jnp.int32))
-    return Chain(
-        traced=traced,
-        slices=slices,
-        shared=((), ()),
-        y0=y0,
-        workers=workers,
-        padded=workers.padded,
-    )
-
-
-def _forward(
-    solver: Solver, chain: Callable[..., Chain], matrices: jax.Array, y0: jax.Array, *, kept: bool
-) -> tuple[tuple[State, PyTree], Forward]:
-    """Solve forward; return the last state with its statistics, and what the adjoint solve needs."""
-    network = chain(matrices, y0)
-
-    def keep(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
-        u_next, _, linearisation = network.linearised.evaluate(u, x, shared)
-        return u_next, (u, linearisation)
-
-    levels = solver.discretize(network)
-    iterated, stats = iterate(solver, levels, None)
-    u, emitted = solver.finish(levels, iterated, keep if kept else None)
-    states, linearisations = levels[0].merge(emitted) if kept else (None, None)
-    entered = None if kept else entered_in_final_sweep(levels[0], iterated, u)
-    return (levels[0].last(u), stats), Forward(u, entered, states, linearisations)
-
-
-def _backward(
-    solver: Solver, stride: int, chain: Callable[..., Chain], matrices: jax.Array, y0: jax.Array, left: Forward
-) -> PyTree:
-    return solve_adjoint(chain(matrices, y0), solver, left, stride, y0)
+    return Schedule(events, 2 if workers > 1 else 0)  # the last state, and the residual norms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Counted(Workers):
-    """Workers that send nothing: a product of a special shape marks each message or sum."""
+class _Chain:
+    """A chain of steps in a forward or adjoint solve. Its methods add what is done with it to ``events``."""
 
-    def index(self) -> jax.Array:
-        return jnp.int32(0)
+    layers: int  # steps of the chain, on all workers
+    workers: int
+    at_once: float  # layers that are evaluated at once
+    kept: bool
+    adjoint: bool
+    events: list[Event]
+    step: CoarseStep | None = None  # the coarse step, if the chain is a coarse level
+    span: int = 1  # layers that a step stands for
+    unit: int = 1  # steps that must live on one worker
+    phase: str = "sweep"
+    in_turn: bool = False
 
     @property
-    def rows(self) -> tuple[int, int]:
-        return self.held[0], self.held[0]
+    def mine(self) -> int:
+        """Number of steps on the busiest worker, those that only pad its last unit included."""
+        return math.ceil(math.ceil(self.layers / self.unit) / self.workers) * self.unit
 
-    def shift(self, tree: PyTree, by: int) -> PyTree:
-        return _mark(tree, _MESSAGE)
+    def during(self, phase: str) -> "_Chain":
+        return dataclasses.replace(self, phase=phase)
 
-    def sum(self, tree: PyTree) -> PyTree:
-        return _mark(tree, _REDUCTION)
+    def add(self, kind: str, count: int, layers: int) -> None:
+        self.events.extend(batches(self.phase, kind, count, layers, self.at_once, self.in_turn))
 
-    def broadcast(self, tree: PyTree, root: int) -> PyTree:
-        return _mark(tree, _REDUCTION)
+    def send(self, states: int) -> None:
+        """Messages of a state between neighbours, one after the other."""
+        if self.workers > 1 and states:
+            self.events.append(Event(self.phase, "message", states, 0, self.in_turn))
 
-    def gather(self, tree: PyTree, span: int) -> PyTree:
-        return jax.tree.map(lambda x: jnp.concatenate([x] * self.active), _mark(tree, _REDUCTION))
+    def evaluate(self, count: int, places: int, *, gradient: bool = False) -> None:
+        """``count`` steps, one after the other, each at several places.
 
-    def local_slice(self, tree: PyTree, span: int) -> PyTree:
-        return jax.tree.map(lambda x: x[: len(x) // self.active], tree)
+        In an adjoint solve these are transposes, of layers that are linearised again, in one loop, unless that was kept.
+        """
+        row, at_once = _evaluations(self.step, self.span)
+        if row == 0:
+            return
+        kinds = ["adjoint" if self.adjoint else "forward"]
+        if self.adjoint and (self.step is not None or not self.kept):
+            kinds.append("linearise")
+        for kind in kinds + ["gradient"] * (gradient and self.adjoint):
+            self.add(kind, count * row, places * at_once)
 
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
-        def turn(_: jax.Array, u: State) -> State:
-            return self.shift(jax.tree.map(lambda x: x[0 if reverse else -1], run(u)[0]), 1)
+    def evaluate_again(self, count: int, places: int) -> None:
+        """Forward evaluations for states that the adjoint solve lacks."""
+        if self.adjoint and not self.kept:
+            self.during("states again").add("forward", count, places)
 
-        return run(lax.fori_loop(1, self.active, turn, y0))
+    def evaluate_last(self) -> None:
+        """The last evaluation of a solver with a state after every layer: it linearises, or forms the gradient."""
+        if self.step is not None or not (self.adjoint or self.kept):
+            return
+        last = self.during("final sweep")
+        last.send(1)
+        for kind in ["linearise"] * (not self.kept) + ["gradient"] if self.adjoint else ["forward"]:
+            last.add(kind, 1, self.mine)
 
 
-def _mark(tree: PyTree, terms: int) -> PyTree:
-    """The same values, after a product with this number of terms."""
-    total = sum(jnp.sum(x).astype(jnp.float32) for x in jax.tree.leaves(tree))
-    nothing = jnp.full(terms, 0 * total) @ jnp.ones(terms, jnp.float32)
-    return jax.tree.map(lambda x: x + nothing.astype(x.dtype), tree)
+@functools.singledispatch
+def _evaluations(step: CoarseStep | None, span: int) -> tuple[int, int]:
+    """Evaluations of layers that a step of ``span`` layers makes, one after the other, and the layers in each."""
+    raise NotImplementedError
+
+
+@_evaluations.register
+def _(step: Rediscretize | None, span: int) -> tuple[int, int]:
+    return 1, 1
+
+
+@_evaluations.register
+def _(step: Identity, span: int) -> tuple[int, int]:
+    return 0, 0
+
+
+@_evaluations.register
+def _(step: Sweeps, span: int) -> tuple[int, int]:
+    return step.sweeps, span
+
+
+@_evaluations.register
+def _(step: Serial | Elementwise, span: int) -> tuple[int, int]:
+    return span, 1
+
+
+@functools.singledispatch
+def _record(solver: Solver, chain: _Chain) -> None:
+    """Add the work of a solve, including its last sweep and the gradient."""
+    raise NotImplementedError
+
+
+@_record.register
+def _(solver: Serial | Elementwise, chain: _Chain) -> None:
+    phase = "propagation" if chain.step is None else chain.phase
+    chain = dataclasses.replace(chain, in_turn=True, phase=phase)
+    chain.evaluate(chain.layers, 1, gradient=chain.step is None)
+    chain.send(chain.workers - 1)
+
+
+@_record.register
+def _(solver: Sweeps, chain: _Chain) -> None:
+    _record_sweeps(solver.sweeps, chain)
+
+
+@_record.register
+def _(solver: Windowed, chain: _Chain) -> None:
+    span = solver.unit(chain.layers)
+    chain = dataclasses.replace(chain, unit=span)
+    in_turn = dataclasses.replace(chain, in_turn=True)
+    in_turn.evaluate(-(-chain.layers // span) * (solver.sweeps - 1), span)
+    in_turn.send(chain.workers - 1)
+    chain.send(1)
+    _record_sweeps(1, chain)
+
+
+def _record_sweeps(sweeps: int, chain: _Chain) -> None:
+    if chain.adjoint and not chain.kept:  # the states that enter
+        chain.send(1)
+    for _ in range(sweeps):
+        chain.evaluate(1, chain.mine)
+        chain.send(prefix_messages(chain.workers))
+    chain.evaluate_last()
+
+
+@_record.register
+def _(solver: Newton, chain: _Chain) -> None:
+    if chain.step is not None:
+        raise NotImplementedError
+    if solver.at_once == "auto":  # an iteration holds the Jacobians of all layers anyway
+        chain = dataclasses.replace(chain, at_once=math.inf)
+    for _ in range(min(solver.relaxations, chain.layers)):
+        chain.evaluate(1, chain.mine)
+        chain.send(1)
+    iteration = chain.during("Newton iteration")
+    for _ in range(solver.iterations):
+        if solver.jacobian == "full":
+            iteration.add("newton", 1, chain.mine)
+        else:  # the states; their derivative for diagonal Jacobians, or that of the mean state and the chain of its Jacobians
+            iteration.evaluate(1 + (solver.jacobian != "identity"), chain.mine)
+        iteration.send(1 + prefix_messages(chain.workers))
+    chain.evaluate_last()
+
+
+@_record.register
+def _(solver: MGRIT, chain: _Chain) -> None:
+    grid = solver.grid(chain.layers)
+    rules = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
+    if callable(solver.cycle) or any(map(callable, rules[: len(grid)])):
+        raise NotImplementedError
+    labels = relaxations(solver, len(grid))
+    first = cascade_stops if solver.start == "cascade" else cycle_stops
+    for stops, times in ((first, 1), (cycle_stops, solver.iterations - 1)):
+        once: list[Event] = []
+        _record_stops(solver, dataclasses.replace(chain, events=once), grid, stops(labels, solver.cycle))
+        chain.events.extend(times * once)
+    intervals, factor = busiest(grid, 0, chain.workers), grid[0][1]
+    chain.evaluate_again(factor - 1, intervals)
+    last = chain.during("final sweep")
+    last.evaluate(factor, intervals, gradient=True)
+    last.send(1)
+
+
+def _record_stops(solver: MGRIT, chain: _Chain, grid: Sequence[tuple[int, int]], stops: Sequence[Stop]) -> None:
+    """Add a cycle along its path through the levels, up to where its last F-points would be interpolated."""
+    step, span, levels = cast(CoarseStep, solver.coarse_step), 1, [chain]
+    for (_, factor), (steps, _) in itertools.pairwise(grid):
+        span *= factor
+        levels.append(dataclasses.replace(chain, layers=steps, step=step, span=span))
+    for stop, following in zip(stops, [*stops[1:], None], strict=True):
+        at, level, factor = stop.level, levels[stop.level], grid[stop.level][1]
+        intervals = busiest(grid, at, chain.workers)
+        if stop.label == "solve":
+            solve = level.during("coarse solve")
+            if step == Identity():
+                solve.send(prefix_messages(chain.workers))
+            else:
+                _record(solver.coarsest, solve)
+        elif following is not None and following.level > at:  # down
+            relaxed = level.during("coarse relaxation" if at else "relaxation")
+            for _ in range(stop.label.count("F")):
+                if at == 0 and level.at_once < max(2, intervals):  # states at F-points, in every sweep
+                    level.evaluate_again(factor - 1, intervals)
+                relaxed.evaluate(factor, intervals)
+                relaxed.send(1)
+            levels[at + 1].during("coarse right-hand side").evaluate(1, intervals)
+        elif at > 0:  # up
+            corrected = level.during("correction")
+            corrected.evaluate(factor - 1, intervals)
+            corrected.send(1)

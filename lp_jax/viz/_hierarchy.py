@@ -1,6 +1,5 @@
 """The grid levels of a solver and its path through them."""
 
-import contextlib
 import itertools
 import operator
 from collections.abc import Sequence
@@ -62,9 +61,7 @@ def hierarchy(solver: Solver, num_layers: int, *, t1: float = 1.0, adjoint_solve
     solver = solver.resolve(num_layers)
     title, text, levels, stops = describe(solver, num_layers)
     if not stops:
-        known = []
-        with contextlib.suppress(NotImplementedError):
-            known = batches(solver, num_layers)
+        known = batches(solver, num_layers)
         fig = figure(title, width=12, height=min(6.5, 3.0 + 0.4 * len(known)))
         _draw_batches(fig.subplots(), known, num_layers, "at most " if solver.has_tolerance else "")
         text = f"{text[:1].upper()}{text[1:]}." if text else ""
@@ -185,10 +182,6 @@ def batches(solver: Solver, layers: int) -> list[_Batch]:
 
 
 def _draw_batches(ax: Axes, every: Sequence[_Batch], layers: int, most: str) -> None:
-    if not every:
-        ax.set_axis_off()
-        ax.text(0.5, 0.5, "Its evaluations are not counted.", ha="center", fontsize=LABEL, color=GREY)
-        return
     alike = len(every) > 2 * _MOST_ALIKE and all(batch.layers == layers for batch in every)
     shown = [*every[: _MOST_ALIKE - 1], every[-1]] if alike else every
     gap = 0.06 if len(shown) <= 32 else 0.0

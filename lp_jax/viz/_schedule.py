@@ -86,7 +86,6 @@ def schedule(
 
     Raises:
         ValueError: for fewer than one layer or worker.
-        NotImplementedError: for Newton's method within multigrid.
 
     Example:
         >>> import lp_jax

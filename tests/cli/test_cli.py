@@ -463,22 +463,6 @@ def test_what_is_charged_is_what_was_taken():
     assert [row["depth"] for row in found] == depth.tolist()
 
 
-def test_solvers_that_cannot_be_counted_have_no_cost(cli, copied, tmp_path, monkeypatch):
-    (tmp_path / "uncounted.py").write_text(
-        "import dataclasses, lp_jax\nfrom lp_jax.planning import _work\n\n@lp_jax.register()\n"
-        "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
-        'class Sweeps(lp_jax.Picard):\n    """Sweeps."""\n\n'
-        "@_work.count_work.register\ndef _(solver: Sweeps, work):\n    raise NotImplementedError\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(_report, "gradient_errors", lambda *measured: None)  # nobody looks at that picture
-    options = ["--solver", "uncounted.Sweeps", "--solver.sweeps", "2", "--no-compare"]
-    code, out, _ = cli("train", "digits", "--out", copied, "--resume", *options)
-    assert code == 0 and "curves.png" in out and "costs.png" not in out
-    (found,) = json.loads((copied / "summary.json").read_text())["results"].values()
-    assert found["work"] is None and found["depth"] is None
-
-
 def test_the_summary_is_that_of_the_rows(finished):
     summary = json.loads((finished / "summary.json").read_text())
     assert set(summary["results"]) == {"layer-parallel", "serial"}

@@ -117,10 +117,9 @@ def test_an_iteration_of_newton_evaluates_layers_and_their_derivatives(jacobian)
     assert step.work() == N * step.depth()
 
 
-def test_newton_is_not_counted_within_multigrid():
-    for solver in (lp_jax.MGRIT(coarse_step=lp_jax.Newton()), lp_jax.MGRIT(coarsest=lp_jax.Newton())):
-        with pytest.raises(NotImplementedError, match="Newton"):
-            training_step(solver, solver, N)
+def test_newton_within_multigrid_is_read_from_the_program():
+    solver = lp_jax.MGRIT(coarsest=lp_jax.Newton(iterations=2), coarse_step=INJECT)
+    assert training_step(solver, solver, 16).work("gradient") == 16
 
 
 # --- what solvers say of themselves ---------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""Count the evaluations and messages of a solver from outside: its program is read."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lp_jax._arrays._at_once import ACCELERATOR
+from lp_jax._arrays._products import cost_of
+from lp_jax._arrays._types import Arrays, CPoints, Layer, PyTree, State
+from lp_jax._comms._workers import Run, Workers
+from lp_jax._problem import Problem
+from lp_jax._programs._adjoint import Forward
+from lp_jax._programs._program import Output, Program
+from lp_jax._programs._traced import trace
+from lp_jax._solvers._picard import Picard
+from lp_jax._solvers._solver import Solver
+from lp_jax.planning._default import assume
+from lp_jax.planning._work import Event, Schedule, batches
+
+_STATE, _HIDDEN, _MESSAGE, _REDUCTION = 3, 5, 7, 11  # terms of the sums in products of each kind; in a gradient it is 1
+
+
+@functools.lru_cache(maxsize=1024)
+def read(solver: Solver, layers: int, *, workers: int, at_once: float, kept: bool, adjoint: bool) -> Schedule:
+    """Count the batches and messages of a solve in its program for a model network, on one worker.
+
+    A layer of the model is one product with a matrix that is not square. The shapes of products distinguish evaluations,
+    their transposes and gradients of the parameters. Messages are products of other shapes. The number of iterations must be
+    fixed.
+    """
+    unit = solver.unit(layers)
+    mine = math.ceil(layers / unit / workers) * unit
+    held = (mine,) * math.ceil(layers / mine)
+    marked = _Counted(sequential="relay", layers=layers, held=held, processor=ACCELERATOR)
+    first = solver if not adjoint or solver.keeps_states == kept else Picard(storage="all" if kept else "states")
+
+    def prepared(matrices: jax.Array, y0: jax.Array) -> tuple[Program, Arrays]:
+        with assume(ACCELERATOR):
+            program, arrays = trace(Problem(_step, matrices, y0), (first, solver))
+        slices = jax.tree.map(lambda x: x[:mine], arrays.slices)
+        return dataclasses.replace(program, workers=marked), arrays._replace(slices=slices)
+
+    def forward(matrices: jax.Array, y0: jax.Array) -> tuple[Output, Forward | None]:
+        program, arrays = prepared(matrices, y0)
+        return program.forward(arrays, keep=kept or not first.keeps_states)
+
+    def backward(matrices: jax.Array, y0: jax.Array, left: Forward) -> PyTree:
+        program, arrays = prepared(matrices, y0)
+        return program.backward(arrays, left, y0, (), keep=False)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((layers, _HIDDEN, _STATE), (_STATE,))]
+    if adjoint:
+        program = jax.make_jaxpr(backward)(*shapes, jax.eval_shape(forward, *shapes)[1]).jaxpr
+    else:
+        program = jax.make_jaxpr(forward)(*shapes).jaxpr
+    events: list[Event] = []
+    for kind, terms in (("linearise" if adjoint else "forward", _STATE), ("adjoint", _HIDDEN), ("gradient", 1)):
+        work, depth = map(int, cost_of(program, unit=2 * _STATE * _HIDDEN, terms=terms))
+        number = max(depth, math.ceil(work / mine))
+        if number:  # as even as can be
+            size, more = divmod(work, number)
+            events += batches("sweep", kind, number - more, size, at_once)
+            events += batches("sweep", kind, more, size + 1, at_once)
+    if workers == 1:
+        return Schedule(events)
+    messages = int(cost_of(program, terms=_MESSAGE).depth)
+    reductions = int(cost_of(program, unit=2 * _REDUCTION, terms=_REDUCTION).work)
+    each = [event._replace(times=1) for event in events for _ in range(event.times)]
+    spread: list[Event] = []
+    for number, batch in enumerate(each, 1):  # messages between the batches, as even as can be
+        due = number * messages // len(each) - (number - 1) * messages // len(each)
+        spread += [batch, *[Event(batch.phase, "message", due, 0)] * (due > 0)]
+    return Schedule(spread, reductions)
+
+
+def _step(y: State, layer: Layer) -> State:
+    return y + layer.dt * jnp.sum(jnp.tanh(layer.params @ y))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Counted(Workers):
+    """Workers that send nothing: a product of a special shape marks each message or sum."""
+
+    def index(self) -> jax.Array:
+        return jnp.int32(0)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.held[0], self.held[0]
+
+    def shift(self, tree: PyTree, by: int) -> PyTree:
+        return _mark(tree, _MESSAGE)
+
+    def sum(self, tree: PyTree) -> PyTree:
+        return _mark(tree, _REDUCTION)
+
+    def broadcast(self, tree: PyTree, root: int) -> PyTree:
+        return _mark(tree, _REDUCTION)
+
+    def gather(self, tree: PyTree, span: int) -> PyTree:
+        return jax.tree.map(lambda x: jnp.concatenate([x] * self.active), _mark(tree, _REDUCTION))
+
+    def local_slice(self, tree: PyTree, span: int) -> PyTree:
+        return jax.tree.map(lambda x: x[: len(x) // self.active], tree)
+
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
+        def turn(_: jax.Array, u: State) -> State:
+            return self.shift(jax.tree.map(lambda x: x[0 if reverse else -1], run(u)[0]), 1)
+
+        return run(lax.fori_loop(1, self.active, turn, y0))
+
+
+def _mark(tree: PyTree, terms: int) -> PyTree:
+    """The same values, after a product with this number of terms."""
+    total = sum(jnp.sum(x).astype(jnp.float32) for x in jax.tree.leaves(tree))
+    nothing = jnp.full(terms, 0 * total) @ jnp.ones(terms, jnp.float32)
+    return jax.tree.map(lambda x: x + nothing.astype(x.dtype), tree)
