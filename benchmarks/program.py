@@ -67,7 +67,6 @@ def contenders(network: str, layers: int) -> dict[str, Pair | int]:
     more = {
         "Picard, 8 sweeps": lp_jax.Picard(sweeps=8),
         "Picard, 8 windows, 4 sweeps": lp_jax.Windowed(sweeps=4, windows=8),
-        "Picard, a window slides, to 1e-3": lp_jax.Windowed(sweeps=4, windows=8, rtol=1e-3),
         "MGRIT, m = 16": lp_jax.MGRIT(**two),
         "MGRIT, m = 16, all kept": lp_jax.MGRIT(**two, storage="all"),
     }

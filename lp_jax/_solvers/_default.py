@@ -9,9 +9,9 @@ from lp_jax._solvers._coarse_step import Identity
 from lp_jax._solvers._elementwise import Elementwise, intervals
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
-from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._sweeps import Picard
 
 Pair = tuple[Solver, Solver]
 """A forward and an adjoint solver."""

@@ -18,9 +18,9 @@ from lp_jax._levels._sweep import sweep
 from lp_jax._levels._transfer import fit_transfer
 from lp_jax._solvers._coarse_step import CoarseStep, PerInterval, coarser
 from lp_jax._solvers._cycle import VISITS, Scheme, cascade, fas_cycle
-from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Needs, Solver, Start, constant
+from lp_jax._solvers._sweeps import Picard
 
 Cycle: TypeAlias = Callable[[Sequence[Level], CPoints], tuple[CPoints, Scalar]]
 AnyCoarseStep: TypeAlias = CoarseStep | Callable[..., State]

@@ -1,19 +1,25 @@
-"""Sweeps over all layers at once: the fields, the state and the plain sweep of `Picard`, `Secant` and `Windowed`."""
+"""Sweeps over all layers at once, which add up their increments: plain ones, ones that learn a slope, and ones over windows."""
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import batched, chunk, in_chunks
-from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, State
+from lp_jax._arrays._pytree import register
+from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
+from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level, sum_of_squares
 from lp_jax._levels._sweep import single, sweep
-from lp_jax._solvers._solver import Solver, Start, constant
+from lp_jax._levels._tolerance import measure_corrections
+from lp_jax._solvers._coarse_step import Coarse
+from lp_jax._solvers._solver import Solver, Start, constant, require_fixed_effort
 
 
 class Swept(NamedTuple):
@@ -30,16 +36,13 @@ class Swept(NamedTuple):
         return _tree.push(self.entering, self.last, reverse=not level.reverse)
 
 
-def from_points(level: Level, points: Points) -> Swept:
-    """Make the state of the sweeps from the states that leave the layers."""
+def begin(level: Level, points: Points | None) -> Swept:
+    """Start at the states that leave the layers, or at ``y0`` everywhere."""
+    if points is None:
+        return Swept(constant(level, None), level.y0)
     edge = 0 if level.reverse else -1
     last = jax.tree.map(lambda x, y: x[edge] if x.shape[0] else y, points, level.y0)
     return Swept(level.incoming(points), last)
-
-
-def begin(level: Level, guess: CPoints | None) -> Swept:
-    """Start at a guess, or at ``y0`` everywhere."""
-    return Swept(constant(level, None), level.y0) if guess is None else from_points(level, guess)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,213 @@ class Sweeps(Solver):
         return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
 
 
+@register("rtol", "atol")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Picard(Sweeps):
+    r"""Fixed-point sweeps over all layers at once.
+
+    With the increment :math:`D_n(y) = \Phi_n(y) - y` of layer n, a sweep is
+    :math:`y_n \leftarrow y_0 + \sum_{i<n} D_i(y_i)`: one batched evaluation and a prefix sum, no sequential chain. The
+    error after s sweeps is about :math:`(L T)^s / s!`, L the Lipschitz constant of the right-hand side; after N sweeps
+    it is zero. A sweep has the work of one serial propagation and the depth of one layer.
+
+    As a solver it sweeps over all N layers, forward or adjoint. As ``coarse_step`` of `MGRIT` it makes a fixed number of
+    sweeps over the layers of each interval.
+
+    Args:
+        sweeps: number of sweeps; with a tolerance their maximum.
+        rtol: stop when the last sweep has changed all states by at most this times what the first one did (in each leaf, the
+            first that changed it), or times the states where these are smaller, and the state that leaves the chain by at most
+            this times itself. A residual can be small where the error is large; a change adds the residuals up.
+        atol: stop when the residual norm is at most this.
+        fallback: propagate the layers serially if the tolerance is not met. Sweeps that diverge or stall are given up at once,
+            and those whose first two changes show that the others will miss the tolerance.
+        storage: arrays that the forward solve keeps for the adjoint: "all" (those that a scan's gradient keeps; no layer is
+            evaluated again), or "states" (only these; each layer is linearised again in every sweep).
+        at_once: number of independent layers that a worker evaluates at once, `math.inf` for all, or "auto": by the memory of
+            a layer. Numbers change by rounding only.
+        around: states at which a coarse step evaluates its increments: "start", the state that enters the interval, or
+            "trajectory", the states of the last relaxation, shifted by the change of the state that enters. The latter is
+            more accurate far from an ODE and stores all states.
+
+    Raises:
+        ValueError: for less than one sweep, and for an unknown ``around`` or ``storage``.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> lp_jax.solve(step, jnp.ones(8), jnp.ones(()), solver=lp_jax.Picard(sweeps=8)).y1.round(4)
+        Array(2.5658, dtype=float32)
+
+    Reference:
+        Gander, "50 years of time parallel time integration", 2015, section 2.1 (Picard-Lindeloef, waveform relaxation).
+    """
+
+    around: str = "start"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check.one_of("around", self.around, ("start", "trajectory"))
+
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
+        return Start(begin(levels[0], guess), corrections=functools.partial(measure_corrections, levels[0]))
+
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
+        require_fixed_effort(self)
+        through = functools.partial(_sweep_interval, chain.step(level), self.sweeps, at_once)
+        linearise_at = None if self.around == "start" else lambda xs, states: (xs[0], states)
+        return Coarse(through, (_tree.split(chain.slices, span), None), linearise_at)
+
+
+@register("rtol", "atol")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Windowed(Sweeps):
+    """Sweeps of `Picard` over windows of layers, one window after the other, each from the state that leaves the one before.
+
+    The last sweep goes over all layers. A window has 1/W of the time, so that fewer sweeps are enough, and 1/W of the layers,
+    which are evaluated at once. W (sweeps - 1) + 1 evaluations wait for each other, also on several workers.
+
+    Args:
+        windows: number W of windows.
+        sweeps: number of sweeps over each window, the last one over all layers included.
+        rtol: the residual norm of the last sweep is to be at most this times that of the first sweeps over all windows.
+        atol: the residual norm of the last sweep is to be at most this.
+        fallback: propagate the layers serially if the tolerance is not met.
+        storage, at_once: as in `Picard`.
+
+    Raises:
+        ValueError: for less than one sweep, or two with a tolerance, an unknown ``storage``, and where a guess is given.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> exact, windows = (problem.solve(solver=s).y1 for s in (lp_jax.Serial(), lp_jax.Windowed(windows=4, sweeps=5)))
+        >>> bool(jnp.allclose(windows, exact, rtol=1e-4))
+        True
+    """
+
+    windows: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check.integer("windows", self.windows, least=1)
+        if self.has_tolerance and self.sweeps < 2:
+            raise ValueError(
+                f"Windowed(windows={self.windows}) with a tolerance takes at least 2 sweeps; got sweeps=1."
+            )
+
+    def resolve(self, steps: int, *, warm: bool = False) -> Sweeps:
+        if warm:
+            raise ValueError(
+                f"guess is not used by Windowed(windows={self.windows}), whose windows start from the state that leaves the "
+                "one before. Leave the guess out, or take Picard(...)."
+            )
+        return self
+
+    def unit(self, steps: int) -> int:
+        return -(-steps // self.windows)
+
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
+        level, spent = levels[0], self.sweeps - 1
+        if level.number > 0:
+            raise ValueError(f"coarsest must sweep over its whole level; got {self!r}. Take Picard(...).")
+
+        def window(
+            u: State, operands: tuple[PyTree, PyTree]
+        ) -> tuple[State, tuple[State, tuple[Points, Scalar | None]]]:
+            inside, first = level.window(*operands, u), None
+            at = begin(inside, None)
+            for _ in range(spent):
+                at, squares = self.improve((inside,), at)
+                first = squares if first is None and self.has_tolerance else first
+            return at.last, (at.last, (at.points(inside), first))
+
+        def run(y0: State, _: PyTree = None, /) -> tuple[CPoints, tuple[Points, Scalar | None]]:
+            return lax.scan(window, y0, windows, reverse=level.reverse)[1]
+
+        windows = _tree.split((level.xs, level.rhs), self.unit(level.workers.total(level.span)))
+        _, (points, first) = level.workers.relay(run, level.y0, reverse=level.reverse)
+        return Start(
+            begin(level, _tree.merge(points)), spent, first=None if first is None else level.norm(jnp.sum(first))
+        )
+
+
+class Learned(NamedTuple):
+    """State of the secant sweeps: of plain ones, the last change of the states that enter the layers, and the last slope."""
+
+    swept: Swept
+    change: Points
+    slope: Scalar
+
+
+@register("rtol", "atol")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Secant(Sweeps):
+    r"""Sweeps over all layers at once that learn how much of a change survives a layer.
+
+    A sweep is :math:`y_{n+1} \leftarrow \Phi_n(u_n) + (1 + a) (y_n - u_n)` for the states u of the sweep before, with one
+    slope a in [-1, 0] for all layers. The slope fits the responses to the last change: where the states changed by d, it is that
+    of least squares of :math:`\Phi(u) - \Phi(u - d) \approx (1 + a) d`. With a = 0 a sweep is one of `Picard`, as is the
+    first. Chains that contract, such as a GRU, take a quarter of the sweeps; others take as many. No Jacobian is formed.
+
+    Args:
+        sweeps: number of sweeps; with a tolerance their maximum.
+        rtol, atol, fallback, storage, at_once: as in `Picard`.
+
+    Raises:
+        ValueError: for less than one sweep, an unknown ``storage``, and as a coarse step.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> problem = lp_jax.Problem(lambda y, layer: 0.9 * y + layer.params, jnp.ones(64), jnp.ones(()))
+        >>> solvers = lp_jax.Picard(sweeps=64, rtol=1e-4), lp_jax.Secant(sweeps=64, rtol=1e-4)
+        >>> [int(problem.solve(solver=solver).stats.iterations) for solver in solvers]
+        [21, 3]
+
+    Reference:
+        Wegstein, "Accelerating convergence of iterative processes", Comm. ACM 1 (1958): the secant method of a fixed point,
+        here with one slope for a chain.
+    """
+
+    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
+        level, swept = levels[0], begin(levels[0], guess)
+        slope = _tree.varying(jnp.zeros((), _tree.real_dtype(swept.last, at_least=jnp.float32)), swept)
+
+        def corrections(before: Learned, after: Learned) -> jax.Array:
+            return measure_corrections(level, before.swept, after.swept)
+
+        return Start(Learned(swept, _tree.zeros_like(swept.entering), slope), corrections=corrections)
+
+    def improve(self, levels: Sequence[Level], state: Learned) -> tuple[Learned, Scalar]:
+        level, u, workers = levels[0], state.swept, levels[0].workers
+        stepped, _ = sweep(level, u.entering)
+        residuals = _tree.sub(stepped, u.points(level))
+        # Phi(u) - Phi(u - d) is (1 + slope) d plus the residuals
+        along, squared = workers.sum((_tree.inner(residuals, state.change), _tree.inner(state.change, state.change)))
+        slope = jnp.clip(state.slope + along / jnp.where(squared > 0, squared, 1), -1, 0)
+        slope = jnp.where(jnp.isfinite(slope), slope, 0)
+        factor = 1 + slope
+        increments = jax.tree.map(lambda f, y: f - factor.astype(f.dtype) * y, stepped, u.entering)
+        entering, last = workers.prefix_sums(increments, level.y0, reverse=level.reverse, factor=factor)
+        change, n = _tree.sub(entering, u.entering), level.steps
+        if workers.padded and not level.reverse and n:
+            # all slots beyond the last layer get the state that leaves it, with no change
+            end = jnp.asarray(jnp.clip(workers.total(level.span) - workers.start(level.span), 0, n), jnp.int32)
+            number = jnp.arange(n, dtype=jnp.int32)
+            last = jax.tree.map(lambda x, y: jnp.where(end < n, x[jnp.minimum(end, n - 1)], y), entering, last)
+            entering = jax.tree.map(lambda x: x[jnp.minimum(number, end)], entering)
+            change = _tree.where_rows(number < end, change)
+        return Learned(Swept(entering, last), change, slope), sum_of_squares(level, residuals)
+
+    def c_points(self, levels: Sequence[Level], state: Learned) -> CPoints:
+        return state.swept.points(levels[0])
+
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
+        raise ValueError(
+            f"coarse_step={self!r} would depend on the sweeps before it. Take Picard(sweeps={self.sweeps})."
+        )
+
+
 def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
     """`Sweeps.improve` over ``level.at_once`` layers at a time.
 
@@ -128,3 +338,44 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
         entering = _tree.narrow(jax.tree.map(lambda x, y: x + y[None], _tree.wide(entering), before), entering)
         total = _tree.add(total, before)
     return Swept(entering, _tree.narrow(total, level.y0)), summed
+
+
+def _sweep_interval(
+    step: SliceStep, sweeps: int, at_once: int, u: State, x: tuple[PyTree, Points | None], shared: PyTree
+) -> State:
+    """The state after one interval's layers, for a coarse step.
+
+    ``x`` has the operands of the layers, ``(span, ...)``; and the states at which their increments are evaluated, or None for
+    the state that enters the interval.
+    """
+    xs, states = x
+    if states is None:
+        incoming = _tree.repeat(u, _tree.leading(xs))
+    else:  # shifted by the change of the state that enters
+        incoming = jax.tree.map(lambda s, y: s + (y - s[0])[None], states, u)
+
+    def increment(y: State, x: PyTree) -> State:
+        return _tree.sub(step(y, x, shared), y)
+
+    size = chunk(_tree.leading(xs), at_once)
+    if size == 1:  # one increment at a time: only the total is kept for the transpose
+
+        def one(total: State, operands: tuple[State, PyTree]) -> tuple[State, State]:
+            return _tree.add(total, _tree.wide(increment(*operands))), _tree.narrow(total, u)
+
+        for _ in range(sweeps):
+            total, incoming = lax.scan(one, _tree.wide(u), (incoming, xs))
+        return _tree.narrow(total, u)
+
+    increments = batched(increment, size)
+
+    def add(total: State, operands: tuple[Points, PyTree]) -> tuple[State, Points]:
+        before, total = _tree.prefix_sums(increments(*operands), total, reverse=False)
+        return total, before
+
+    def last(total: State, operands: tuple[Points, PyTree]) -> tuple[State, None]:
+        return _tree.add(total, _tree.total(increments(*operands))), None
+
+    for _ in range(sweeps - 1):
+        incoming = in_chunks(add, _tree.wide(u), (incoming, xs), size)[1]
+    return _tree.narrow(in_chunks(last, _tree.wide(u), (incoming, xs), size)[0], u)

@@ -8,10 +8,9 @@ from lp_jax._solvers._coarse_step import Identity
 from lp_jax._solvers._default import Pair
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
-from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._rediscretize import Rediscretize
 from lp_jax._solvers._solver import Solver
-from lp_jax._solvers._sweeps import Sweeps
+from lp_jax._solvers._sweeps import Picard, Sweeps
 
 TOLERANCES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 MOST_SWEEPS = 32

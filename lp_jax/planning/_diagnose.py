@@ -18,9 +18,9 @@ from lp_jax._programs._traced import trace
 from lp_jax._solvers._default import Pair
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
-from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._sweeps import Picard
 from lp_jax.planning._candidates import as_pair
 from lp_jax.planning._deadline import Deadline
 from lp_jax.planning._measure import arrays, compile_fast, examples_of, few, small, solving

@@ -10,7 +10,7 @@ from lp_jax._arrays._types import Layer
 from lp_jax._comms._comm import Comm
 from lp_jax._programs import _inputs
 from lp_jax._solve import solve
-from lp_jax._solvers._picard import Picard
+from lp_jax._solvers._sweeps import Picard
 from lp_jax.planning._measure import seconds
 from lp_jax.planning._work import prefix_messages
 

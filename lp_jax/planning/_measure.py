@@ -16,9 +16,9 @@ from lp_jax._problem import Gradients, Problem
 from lp_jax._programs._program import Program
 from lp_jax._programs._traced import trace
 from lp_jax._solvers._newton import Newton
-from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
+from lp_jax._solvers._sweeps import Picard
 
 
 def compile_fast() -> dict[str, bool | str] | None:

@@ -15,9 +15,8 @@ from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 from lp_jax._solvers._default import SERIAL, Pair
-from lp_jax._solvers._picard import Picard
-from lp_jax._solvers._secant import Secant
 from lp_jax._solvers._solver import Solver, Stats
+from lp_jax._solvers._sweeps import Picard, Secant
 from lp_jax.planning._calibrate import measure
 from lp_jax.planning._candidates import as_pair, cycles, newton, sweeps
 from lp_jax.planning._cost import predict

@@ -16,8 +16,8 @@ from lp_jax._problem import Problem
 from lp_jax._programs._adjoint import Forward
 from lp_jax._programs._program import Output, Program
 from lp_jax._programs._traced import trace
-from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._sweeps import Picard
 from lp_jax.planning._default import assume
 from lp_jax.planning._work import Event, Schedule, batches
 

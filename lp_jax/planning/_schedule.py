@@ -14,8 +14,7 @@ from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._rediscretize import Rediscretize
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
-from lp_jax._solvers._sweeps import Sweeps
-from lp_jax._solvers._windowed import Windowed
+from lp_jax._solvers._sweeps import Sweeps, Windowed
 from lp_jax.planning._path import Stop, cascade_stops, cycle_stops, relaxations
 from lp_jax.planning._read import read
 from lp_jax.planning._solvers import busiest, most_at_once, with_effort

@@ -9,11 +9,9 @@ from typing import Any
 from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
-from lp_jax._solvers._secant import Secant
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import WITHOUT_TOLERANCE, Solver
-from lp_jax._solvers._sweeps import Sweeps
-from lp_jax._solvers._windowed import Windowed
+from lp_jax._solvers._sweeps import Secant, Sweeps
 from lp_jax.planning._machine import Machine
 
 _OF_A_SWEEP = 3  # arrays of all states: points, what was stepped, cotangents; increments add up on the way
@@ -126,13 +124,6 @@ def with_effort(solver: Any, iterations: int) -> Any:
 
 @with_effort.register
 def _(solver: Sweeps, iterations: int) -> Sweeps:
-    return dataclasses.replace(solver, sweeps=iterations, **WITHOUT_TOLERANCE)
-
-
-@with_effort.register
-def _(solver: Windowed, iterations: int) -> Windowed:
-    if solver.has_tolerance:  # all sweeps of the window, and one over all layers
-        iterations = 1 + max(1, round((iterations - 1) / solver.windows))
     return dataclasses.replace(solver, sweeps=iterations, **WITHOUT_TOLERANCE)
 
 

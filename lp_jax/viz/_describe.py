@@ -9,12 +9,10 @@ from lp_jax._solvers._coarse_step import CoarseStep, Identity
 from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
-from lp_jax._solvers._picard import Picard
 from lp_jax._solvers._rediscretize import Rediscretize
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
-from lp_jax._solvers._sweeps import Sweeps
-from lp_jax._solvers._windowed import Windowed
+from lp_jax._solvers._sweeps import Picard, Sweeps, Windowed
 from lp_jax.planning import summary
 from lp_jax.planning._path import Stop, path
 from lp_jax.planning._words import iterations
@@ -74,13 +72,8 @@ def _(solver: Sweeps, layers: int) -> Described:
 
 @describe.register
 def _(solver: Windowed, layers: int) -> Described:
-    sweeps = iterations(solver)
-    if solver.has_tolerance:
-        note = "sweeps go over a window that slides to where its states still change, the last one over all layers"
-        most = f"at most {solver.windows} times {sweeps}"
-        return Described(f"{layers} layers, a window of {solver.unit(layers)}, {most}", note)
     note = "sweeps go over one window after the other, the last one over all layers; each adds increments up"
-    return Described(f"{layers} layers in {solver.windows} windows, {sweeps}", note)
+    return Described(f"{layers} layers in {solver.windows} windows, {iterations(solver)}", note)
 
 
 @describe.register

@@ -20,7 +20,7 @@ from lp_jax._arrays import _at_once, _products
 from lp_jax._arrays._at_once import ACCELERATOR, CPU, Footprint, chunk, in_chunks
 from lp_jax._arrays._outer import has_few, with_few_terms
 from lp_jax._programs._traced import trace
-from lp_jax._solvers._picard import Picard
+from lp_jax._solvers._sweeps import Picard
 
 LAYERS, BATCH, WIDTH = 14, 3, 2
 
