@@ -74,8 +74,8 @@ def train_one(
         if options.controller and not made.solvers[0].exact:
             controller = train.Controller(made.loss_fn, bound=options.controller, ranks=made.place.ranks)
             state = state._replace(control=made.place.everywhere(controller.begin(*made.solvers)))
-        kept: dict[str, Any] = {"config": fingerprint, "skip_damaged": options.skip_damaged}
-        with made.place.checkpoints(folder / "checkpoints", **kept) as checkpoints:
+        kept: dict[str, Any] = {"skip_damaged": options.skip_damaged, "ranks": made.place.ranks}
+        with train.Checkpoints(folder / "checkpoints", config=fingerprint, **kept) as checkpoints:
             if checkpoints.latest is not None:
                 state = checkpoints.restore(state)
                 console.print(f"{name}: going on after step {int(state.step)}")

@@ -28,7 +28,7 @@ from lp_jax.cli._task import Task
 from lp_jax.cli._workers import spread, workers
 from lp_jax.nn._export import first_difference
 from lp_jax.planning._words import code
-from lp_jax.train import Interrupted, confusion_matrix, predict
+from lp_jax.train import Interrupted, predict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -157,14 +157,16 @@ def _show(runs: Sequence[Run], options: argparse.Namespace, console: Console, is
 
 def _answers(made: Experiment, params: PyTree) -> "dict[str, Figure]":
     """Return the picture of the network's answers on the test set, by file name."""
+    from sklearn import metrics  # here: it takes a second to import
+
     from lp_jax import viz
 
     task = made.task
-    if task.unscaled is not None:
-        pairs = [(y, np.asarray(predict(made.tested, params, x))) for x, y in task.test_batches]
-        truth, answers = (task.unscaled(np.concatenate(column)) for column in zip(*pairs, strict=True))
-        return {"predictions.png": viz.predictions(truth, answers)}
-    if task.outputs > _MOST_CLASSES:
+    if task.unscaled is None and task.outputs > _MOST_CLASSES:
         return {}
-    matrix = confusion_matrix(made.tested, params, task.test_batches, classes=task.outputs)
+    pairs = [(y, np.asarray(predict(made.tested, params, x))) for x, y in task.test_batches]
+    truth, answers = (np.concatenate(column) for column in zip(*pairs, strict=True))
+    if task.unscaled is not None:
+        return {"predictions.png": viz.predictions(task.unscaled(truth), task.unscaled(answers))}
+    matrix = metrics.confusion_matrix(truth.ravel(), answers.argmax(axis=-1).ravel(), labels=np.arange(task.outputs))
     return {"confusion.png": viz.confusion(matrix, task.names)}

@@ -21,8 +21,7 @@ from lp_jax.cli._launch import mesh_sizes, set_cpu_devices, unchanged
 from lp_jax.cli._models import Pair
 from lp_jax.cli._problem import Settings
 from lp_jax.nn import LayerParallel
-from lp_jax.train import Checkpoints, Info, Ranks
-from lp_jax.train._ranks import RankCheckpoints
+from lp_jax.train import Info, Ranks
 from lp_jax.train._types import Batch, LossFn
 
 
@@ -37,7 +36,6 @@ class Place:
     everywhere: Callable[[PyTree], PyTree] = unchanged  # from arrays of one worker to arrays on all workers
     share: Callable[[PyTree], PyTree] = unchanged  # spreads a batch over the workers
     loss: Callable[[LossFn], LossFn] = unchanged  # from the loss of a share to that of a whole batch
-    checkpoints: Callable[..., Checkpoints | RankCheckpoints] = Checkpoints  # of a run: (folder, config=...)
 
 
 ONE_DEVICE = Place()
@@ -81,7 +79,6 @@ def rank_grid(ranks: Ranks) -> Place:
         about=f"MPI ranks: layers {ranks.layers.size}, data {ranks.data.size}",
         share=ranks.local_batch,
         loss=ranks.loss,
-        checkpoints=ranks.checkpoints,
     )
 
 

@@ -15,7 +15,6 @@ except ModuleNotFoundError as error:
 from lp_jax.train._checkpoint import CheckpointError as CheckpointError
 from lp_jax.train._checkpoint import Checkpoints as Checkpoints
 from lp_jax.train._controller import Controller as Controller
-from lp_jax.train._controller import Rule as Rule
 from lp_jax.train._divergence import DivergenceError as DivergenceError
 from lp_jax.train._lbfgs import scale_by_lbfgs as scale_by_lbfgs
 from lp_jax.train._line_search import Backtracking as Backtracking
@@ -36,7 +35,6 @@ from lp_jax.train._ranks import Ranks as Ranks
 from lp_jax.train._step import init_state as init_state
 from lp_jax.train._step import make_train_step as make_train_step
 from lp_jax.train._supervised import classification as classification
-from lp_jax.train._supervised import confusion_matrix as confusion_matrix
 from lp_jax.train._supervised import cross_entropy as cross_entropy
 from lp_jax.train._supervised import evaluate as evaluate
 from lp_jax.train._supervised import mean_squared_error as mean_squared_error

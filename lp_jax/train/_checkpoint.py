@@ -9,10 +9,10 @@ import re
 import shutil
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,10 @@ from orbax.checkpoint import v1 as ocp
 
 from lp_jax._arrays._types import PyTree
 from lp_jax.nn._export import described, first_difference
+from lp_jax.train._ranks import Ranks
 from lp_jax.train._types import TrainState
+
+T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
@@ -32,7 +35,7 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, in a folder. May be used as a context manager.
 
-    A checkpoint is renamed when it is complete. If the run is killed meanwhile, the earlier ones stay. It holds a checksum of
+    A checkpoint is renamed when it is complete, so the earlier ones stay if the run is killed meanwhile. It holds a checksum of
     each array.
 
     Args:
@@ -41,6 +44,11 @@ class Checkpoints:
             compares them, so leave out settings that may change when a run is resumed (its length, the solver).
         keep: number of checkpoints to keep, the newest ones.
         skip_damaged: whether `restore` goes on from the newest undamaged checkpoint, if there is one. Damaged ones are renamed.
+        ranks: the MPI ranks of the run. All ranks call each method. Only rank 0 reads and writes the folder; its memory must
+            hold the whole state. A run can be resumed with any number of ranks, on a mesh, or on one device.
+
+    Attributes:
+        latest: step of the newest complete checkpoint; None without checkpoints.
 
     Example:
         >>> import jax.numpy as jnp, optax, tempfile
@@ -58,6 +66,8 @@ class Checkpoints:
         Array([1., 1., 1.], dtype=float32)
     """
 
+    latest: int | None
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -65,11 +75,17 @@ class Checkpoints:
         config: Mapping[str, object],
         keep: int = 2,
         skip_damaged: bool = False,
+        ranks: Ranks | None = None,
     ):
         self.folder = Path(folder).resolve()
-        self.config, self.skip_damaged = dict(config), skip_damaged
-        newest = ocp.training.preservation_policies.LatestN(keep)
-        self._checkpointer = ocp.training.Checkpointer(self.folder, preservation_policy=newest)
+        self.config, self.skip_damaged, self._ranks = dict(config), skip_damaged, ranks
+
+        def begin() -> int | None:
+            newest = ocp.training.preservation_policies.LatestN(keep)
+            self._checkpointer = ocp.training.Checkpointer(self.folder, preservation_policy=newest)
+            return max(self._steps(), default=None)
+
+        self.latest = self._once(begin)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -77,13 +93,12 @@ class Checkpoints:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # closing raises the error of a failed checkpoint again, which would hide the error that is on its way
         with contextlib.suppress(*[] if error is None else [Exception]):
-            self._checkpointer.close()
+            if self._ranks is None or self._ranks.is_root:
+                self._checkpointer.close()
 
-    @property
-    def latest(self) -> int | None:
-        """Step of the newest complete checkpoint; None without checkpoints."""
-        newest = self._checkpointer.latest
-        return None if newest is None else int(newest.step)
+    def _once(self, f: Callable[[], T]) -> T:
+        """Call ``f()``: over MPI ranks on rank 0, for all of them."""
+        return f() if self._ranks is None else self._ranks.once(f)
 
     def save(self, state: TrainState) -> None:
         """Write ``state`` and return when it is complete; a step that is saved already is not written again.
@@ -91,18 +106,29 @@ class Checkpoints:
         Raises:
             CheckpointError: if it cannot be written; earlier checkpoints stay.
         """
-        step, latest = int(state.step), self.latest
-        if step == latest:
+        step = int(state.step)
+        if step == self.latest:
             return
-        fields = _fields(state)
-        try:
-            about = {"config": self.config, "arrays": described(state), "checksums": _checksums(fields)}
-            self._checkpointer.save(step, fields, force=True, custom_metadata={**about, "checksum": _crc(about)})
-        except Exception as error:
-            kept = "none was saved before" if latest is None else f"that of step {latest} is kept"
+        if self._ranks is not None and self._ranks.data.size > 1 and state.restart is not None:
             raise CheckpointError(
-                f"the checkpoint {self.folder / str(step)} cannot be written ({_reason(error)}); {kept}."
-            ) from error
+                f"a state that carries trajectories cannot be saved from {self._ranks.data.size} copies of the network, each of "
+                "which has those of its own examples. Train with one copy, Ranks.grid(data=1)."
+            )
+        whole = state if self._ranks is None else self._ranks.gather(state)
+
+        def write() -> None:
+            fields = _fields(whole)
+            try:
+                about = {"config": self.config, "arrays": described(whole), "checksums": _checksums(fields)}
+                self._checkpointer.save(step, fields, force=True, custom_metadata={**about, "checksum": _crc(about)})
+            except Exception as error:
+                kept = "none was saved before" if self.latest is None else f"that of step {self.latest} is kept"
+                raise CheckpointError(
+                    f"the checkpoint {self.folder / str(step)} cannot be written ({_reason(error)}); {kept}."
+                ) from error
+
+        self._once(write)
+        self.latest = step
 
     def restore(self, template: TrainState) -> TrainState:
         """Return the newest state; ``template``, from `init_state`, has the structure, shapes, dtypes and devices of the result.
@@ -110,9 +136,22 @@ class Checkpoints:
         Raises:
             CheckpointError: if there is no checkpoint, it is damaged, or it is of another model.
         """
-        if self.latest is None:
+        if self._ranks is None:
+            state = self._newest(template)
+        else:
+            wanted, read = self._ranks.whole(template), list[TrainState]()
+            self._ranks.once(lambda: read.append(self._newest(wanted)))
+            state = self._ranks.scatter(read[0] if read else None, template)
+        self.latest = int(state.step)
+        return state
+
+    def _steps(self) -> list[int]:
+        return [int(checkpoint.step) for checkpoint in self._checkpointer.checkpoints]
+
+    def _newest(self, template: TrainState) -> TrainState:
+        if not self._steps():
             raise CheckpointError(f"no checkpoint in {self.folder}; start the run without resuming.")
-        *earlier, step = sorted(int(checkpoint.step) for checkpoint in self._checkpointer.checkpoints)
+        *earlier, step = sorted(self._steps())
         path = self.folder / str(step)
         with _only_raised():
             try:
@@ -136,7 +175,7 @@ class Checkpoints:
                 "skip_damaged=True (--skip-damaged)."
             )
         self._set_aside(path)
-        return self.restore(template)
+        return self._newest(template)
 
     def _restored(self, step: int, template: TrainState) -> TrainState:
         stored: dict[str, Any] = dict(self._checkpointer.metadata(step).custom_metadata or {})

@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,44 +17,6 @@ from lp_jax.train._ranks import Ranks, total
 from lp_jax.train._types import Batch, LossFn
 
 Pair = tuple[Solver, Solver]
-
-
-class Rule(Protocol):
-    """A rule that sets the solvers during training: `Controller`, or one of your own.
-
-    Its decision is a pytree of arrays, ``control``, a part of the training state.
-
-    Example:
-        >>> import dataclasses, jax.numpy as jnp, lp_jax
-        >>> from lp_jax import train
-        >>> class Halve(train.Rule):  # half the tolerance after every hundred steps
-        ...     def begin(self, solver, adjoint_solver):
-        ...         return jnp.float32(solver.rtol)
-        ...     def due(self, step):
-        ...         return step % 100 == 99
-        ...     def solvers(self, control, solver, adjoint_solver):
-        ...         rtol = float(control)  # a step takes over the arrays of its state
-        ...         return tuple(dataclasses.replace(each, rtol=rtol) for each in (solver, adjoint_solver))
-        ...     def probe(self, control, params, batch, solver, adjoint_solver):
-        ...         return control / 2, {"rtol": control / 2}
-        >>> rule, solver = Halve(), lp_jax.Picard(sweeps=32, rtol=1e-2)
-        >>> round(rule.solvers(rule.begin(solver, solver) / 2, solver, solver)[0].rtol, 4)
-        0.005
-    """
-
-    def begin(self, solver: Solver, adjoint_solver: Solver) -> PyTree:
-        """Return the first decision; raise ValueError for solvers that the rule cannot set."""
-
-    def due(self, step: int) -> bool:
-        """Return whether to probe before this step, the first being 0."""
-
-    def solvers(self, control: PyTree, solver: Solver, adjoint_solver: Solver) -> Pair:
-        """Return the solvers of the steps that follow."""
-
-    def probe(
-        self, control: PyTree, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver
-    ) -> tuple[PyTree, Mapping[str, object]]:
-        """Measure, and return the decision and a row for the log."""
 
 
 class Control(NamedTuple):
@@ -157,7 +118,7 @@ class Controller:
 
     def probe(
         self, control: Control, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver
-    ) -> tuple[Control, Mapping[str, object]]:
+    ) -> tuple[Control, dict[str, object]]:
         """Return the decision, and a row for the log.
 
         The row has the ``error`` of the gradient and the ``noise``, relative to the norm of the exact gradient; the parts of the
@@ -172,8 +133,11 @@ class Controller:
             allowed = self.bound * (row["noise"] if self.of == "noise" else 1.0)
             done = row.pop("result") == DONE
             within = done and row["error"] <= allowed
-            last, parts = rtols, (row["forward_error"], row["adjoint_error"])
-            rtols = [self._next_tolerance(rtol, allowed, part) for rtol, part in zip(rtols, parts, strict=True)]
+            last, rtols = rtols, []
+            for rtol, error in zip(last, (row["forward_error"], row["adjoint_error"]), strict=True):
+                # scaled so that its error comes to an equal part of the allowed one, in bounded steps
+                wanted = 4.0 if error == 0 else allowed / (2 * math.sqrt(2)) / error
+                rtols.append(self._within(rtol * min(4.0, max(0.05, wanted)) if math.isfinite(error) else self.least))
             if within or not done or last == rtols:
                 break
         if not within:  # to be tried again at the next probe
@@ -186,14 +150,6 @@ class Controller:
 
     def _within(self, rtol: float) -> float:
         return min(self.most, max(self.least, rtol))
-
-    def _next_tolerance(self, rtol: float, allowed: float, error: float) -> float:
-        """Scale a tolerance so that its error comes to an equal part of the allowed one, in bounded steps."""
-        if not math.isfinite(error):
-            return self.least
-        wanted = allowed / (2 * math.sqrt(2))
-        factor = 4.0 if error == 0 else min(4.0, max(0.05, wanted / error))
-        return self._within(rtol * factor)
 
 
 _ATTEMPTS, _GRADIENTS = 5, 4  # largest number of attempts of a probe; gradients of an attempt
@@ -209,11 +165,21 @@ def _measure(
     adjoint_solver: Solver,
 ) -> dict[str, jax.Array]:
     """Errors and noise of the gradient, relative to the norm of the exact one."""
+    size = max((len(x) for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=0)
+    if size < 2:
+        raise ValueError(
+            f"a controller measures the noise of a gradient by two halves of a batch; got {size} examples."
+        )
+
+    def part(begin: int, end: int) -> Batch:  # random keys stay
+        return jax.tree.map(lambda x: x[begin:end] if jnp.ndim(x) else x, batch)
+
     gradient_of = jax.grad(loss_fn, has_aux=True)
     exact, _ = gradient_of(params, batch, Serial(), Serial())
     with_exact_adjoint, _ = gradient_of(params, batch, solver, Serial())
     gradient, info = gradient_of(params, batch, solver, adjoint_solver)
-    first, second = (gradient_of(params, half, solver, adjoint_solver)[0] for half in _halves(batch))
+    halves = part(0, size // 2), part(size // 2, 2 * (size // 2))
+    first, second = (gradient_of(params, half, solver, adjoint_solver)[0] for half in halves)
 
     def norm(tree: PyTree) -> jax.Array:
         return jnp.sqrt(total(ranks, _tree.leaf_squares(tree)))
@@ -228,18 +194,3 @@ def _measure(
         "noise": distance(first, second) / 2,
         "result": info.result,
     }
-
-
-def _halves(batch: Batch) -> tuple[Batch, Batch]:
-    """Cut the leaves of a batch in two; random keys stay."""
-    size = max((len(x) for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=0)
-    if size < 2:
-        raise ValueError(
-            f"a controller measures the noise of a gradient by two halves of a batch; got {size} examples."
-        )
-
-    def part(where: slice) -> Batch:
-        return jax.tree.map(lambda x: x[where] if jnp.ndim(x) else x, batch)
-
-    half = size // 2
-    return part(slice(0, half)), part(slice(half, 2 * half))

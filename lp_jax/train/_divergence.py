@@ -13,8 +13,6 @@ ADVICE = (
     'the layer-parallel gradient may be wrong. Relax more (relaxation="FCF"), take a coarse step closer to the layers '
     "(coarse_step=Picard(sweeps=2)), a smaller t1 or learning rate; more iterations help only where the norms come down"
 )
-
-
 _ROUNDING = 1e-5  # residual norms below this fraction of the state's norm are near the rounding of single precision
 
 
@@ -22,31 +20,15 @@ class DivergenceError(RuntimeError):
     """Training cannot go on: the loss, the gradient or the state is not finite."""
 
 
-def growth(norms: Sequence[float]) -> float | None:
-    """Return the last residual norm over the first one; None if fewer than two were measured."""
-    measured = [norm for norm in norms if norm >= 0]
-    if len(measured) < 2:
-        return None
-    return measured[-1] / measured[0] if measured[0] > 0 else 1.0
-
-
 def convergence_warning(solve: str, norms: Sequence[float], scale: float = 0.0, result: int = DONE) -> str | None:
     """Return a warning on a solve with advice; None if it shows no problem."""
-    factor = growth(norms) if result != FELL_BACK else None
-    if factor is not None and factor > 1 and max(norms) > _ROUNDING * scale:
-        listed = ", ".join(f"{norm:.2g}" for norm in norms if norm >= 0)
+    measured = [norm for norm in norms if norm >= 0]
+    if result != FELL_BACK and measured and measured[-1] > measured[0] > 0 and max(measured) > _ROUNDING * scale:
+        listed, factor = ", ".join(f"{norm:.2g}" for norm in measured), measured[-1] / measured[0]
         return f"the {solve} residual grows over the cycles ({listed}; factor {factor:.3g}): {ADVICE}."
     if result not in (DONE, NON_FINITE):
         return f"the {solve} solve: {RESULTS[result]}."
     return None
-
-
-def search_warning(trials: int) -> str:
-    """Return a warning with advice for a line search that found no step."""
-    return (
-        f"the line search tried {trials} step lengths, and none lowers the loss enough; the parameters stay as they are. Loss "
-        "and gradient may not fit each other: take more iterations, forward and adjoint. Or the training is at its end."
-    )
 
 
 def divergence_message(step: int, metrics: Metrics, batch: Batch) -> str:
@@ -63,12 +45,11 @@ def divergence_message(step: int, metrics: Metrics, batch: Batch) -> str:
             return f"stopped at step {step}: {count} of the {jnp.size(leaf)} numbers in {name} are not finite. Clean the data."
     if metrics.info.result == NON_FINITE:
         return f"stopped at step {step}: {RESULTS[NON_FINITE]}."
+    what = "the updated parameters are not finite"
     if not math.isfinite(loss):
         what = f"the loss is {loss}"
     elif not math.isfinite(metrics.gradient_norm):
         what = f"the gradient is not finite (norm {float(metrics.gradient_norm)})"
-    else:
-        what = "the updated parameters are not finite"
     return (
         f"stopped at step {step}: {what}. Lower the learning rate; if training with the exact gradient "
         '(solver=Serial()) stays finite, relax more (relaxation="FCF") or take coarse_step=Picard(sweeps=2).'

@@ -14,15 +14,13 @@ from typing import NamedTuple
 import jax
 
 from lp_jax._arrays import _check
-from lp_jax._levels._result import DONE
 from lp_jax._programs import _inputs
 from lp_jax._solvers._default import SWEEPS
 from lp_jax._solvers._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
-from lp_jax.train._controller import Rule
-from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message, search_warning
+from lp_jax.train._controller import Controller
+from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message
 from lp_jax.train._log import Log, Meter, Silent, measured, unflat
-from lp_jax.train._ranks import RankCheckpoints
 from lp_jax.train._types import Batch, Metrics, StepFn, TrainState
 
 
@@ -80,11 +78,11 @@ def fit(
     epochs: int,
     solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
-    controller: Rule | None = None,
+    controller: Controller | None = None,
     measures: Sequence[Every] = (),
     log: Log | None = None,
     log_every: int = 10,
-    checkpoints: Checkpoints | RankCheckpoints | None = None,
+    checkpoints: Checkpoints | None = None,
     checkpoint_every: int | None = None,
     meter: Meter = Silent(),
     agree: Callable[[int | None], int | None] | None = None,
@@ -103,8 +101,8 @@ def fit(
         epochs: number of epochs of the whole run, including those before ``state``.
         solver: solver of the forward solve. None takes the model's, or the default of `lp_jax.solve`.
         adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
-        controller: a rule that sets the solvers during training: `Controller` or any other `Rule`. Its probes are rows of
-            kind "control". To resume a run, put ``controller.begin(solver, adjoint_solver)`` into the state's ``control``.
+        controller: sets the tolerances of the solvers. Its probes are rows of kind "control". To resume a run, put
+            ``controller.begin(solver, adjoint_solver)`` into the state's ``control``.
         measures: measurements at some of the steps.
         log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, loss,
             accuracy (of classes), gradient_norm, forward_residual_1, ..., trials (of a line search), gradients (where a step
@@ -155,9 +153,12 @@ def fit(
     for name, each in (("solver", solver), ("adjoint_solver", adjoint_solver)):
         if each is not None:
             _inputs.solver(name, each)
-    for name, value in (("steps_per_epoch", steps_per_epoch), ("log_every", log_every)):
-        _check.integer(name, value, least=1)
-    _check.integer("epochs", epochs, least=0)
+    for name, value, least in (
+        ("steps_per_epoch", steps_per_epoch, 1),
+        ("log_every", log_every, 1),
+        ("epochs", epochs, 0),
+    ):
+        _check.integer(name, value, least=least)
     if not callable(batches):
         raise TypeError(
             "batches must be a function batches(epoch) that gives the batches of an epoch, for a list `lambda epoch: list`; "
@@ -173,10 +174,9 @@ def fit(
         return next(itertools.islice(batches(epoch), number, None), None)  # None: it gave the batch only once
 
     record = _Recorder(log, meter, steps_per_epoch, checkpoints, batch_of)
-    checkpoint_every = steps_per_epoch if checkpoint_every is None else checkpoint_every
     solvers: tuple[Solver | None, Solver | None] = (solver, adjoint_solver)
-    forward, adjoint = (SWEEPS[0], adjoint_solver or SWEEPS[1]) if solver is None else (solver, adjoint_solver)
-    pair = forward, forward.for_adjoint() if adjoint is None else adjoint
+    forward, adjoint = SWEEPS if solver is None else (solver, solver.for_adjoint())
+    pair = forward, adjoint_solver or adjoint
     if controller is not None:
         state = state._replace(control=controller.begin(*pair)) if state.control is None else state
         solvers = controller.solvers(state.control, *pair)
@@ -187,16 +187,18 @@ def fit(
                 for batch in itertools.islice(batches(epoch), step - epoch * steps_per_epoch, None):
                     if controller is not None and controller.due(step):
                         record.flush(step)
-                        control, row = controller.probe(state.control, state.params, batch, *pair)
-                        record.write("control", step + 1, **row)
+                        control, decided = controller.probe(state.control, state.params, batch, *pair)
+                        record.write("control", step + 1, **decided)
                         record.restart_clock()
                         state = state._replace(control=control)
                         solvers = controller.solvers(control, *pair)
                     state, metrics = step_fn(state, batch, *solvers)
                     step += 1
-                    record.add(metrics, epoch)
+                    record.pending.append((epoch, metrics))
                     due = [m for m in measures if step in (1, last) or step % m.steps == 0]
-                    saves = checkpoints is not None and (step == last or step % checkpoint_every == 0)
+                    saves = checkpoints is not None and (
+                        step == last or step % (checkpoint_every or steps_per_epoch) == 0
+                    )
                     # The first step of a process compiles, and is fetched on its own to keep that out of the others' times.
                     fetches = due or saves or step in (done + 1, last) or step % log_every == 0
                     stop = received()
@@ -206,7 +208,11 @@ def fit(
                     if fetches or stop is not None:
                         record.flush(step)
                     for m in due:
-                        record.log_measurement(m.kind, step, m.measure(state, batch))
+                        record.write(m.kind, step, **m.measure(state, batch))
+                        row = log.rows[-1]
+                        for solve in ("forward", "adjoint"):
+                            norms, scale = unflat(f"{solve}_residual", row), row.get(f"{solve}_scale") or 0.0
+                            record.warn(solve, step, convergence_warning(solve, norms, scale))
                     if checkpoints is not None and saves:
                         checkpoints.save(state)
                     if due or saves:
@@ -229,21 +235,18 @@ class _Recorder:
     log: Log
     meter: Meter
     quiet: int  # number of steps during which a warning is not repeated
-    checkpoints: Checkpoints | RankCheckpoints | None
+    checkpoints: Checkpoints | None
     batch_of: Callable[[int], Batch]
 
     def __post_init__(self) -> None:
         self.warned = {row["solve"]: row["step"] for row in self.log.of("warning")}
-        self.pending: list[tuple[int, Metrics]] = []
+        self.pending: list[tuple[int, Metrics]] = []  # of the steps since the last flush, with their epochs
         self.seconds = max((row["time"] for row in self.log.of("train")), default=0.0)
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Exclude the time since the last flush from the step times."""
         self.clock = time.perf_counter()
-
-    def add(self, metrics: Metrics, epoch: int) -> None:
-        self.pending.append((epoch, metrics))
 
     def flush(self, step: int) -> None:
         """Fetch and log the metrics of the steps up to ``step``."""
@@ -255,51 +258,47 @@ class _Recorder:
         for number, (epoch, metrics) in enumerate(fetched, step - len(fetched) + 1):
             self.seconds += step_time
             info, norms = metrics.info, metrics.info.stats.residual_norms.tolist()
-            self.write(
-                "train",
-                number,
-                epoch=epoch,
-                loss=metrics.loss,
-                **({} if info.correct is None else {"accuracy": int(info.correct) / int(info.total)}),
-                gradient_norm=metrics.gradient_norm,
+            columns = {
+                "epoch": epoch,
+                "loss": metrics.loss,
+                "accuracy": None if info.correct is None else int(info.correct) / int(info.total),
+                "gradient_norm": metrics.gradient_norm,
                 **measured("forward_residual", norms),
-                **{n: x for n in ("trials", "gradients") if (x := getattr(metrics, n)) is not None},
-                result=info.result,
-                **({} if metrics.adjoint_result is None else {"adjoint_result": metrics.adjoint_result}),
-                time=self.seconds,
-                step_time=step_time,
-            )
+                "trials": metrics.trials,
+                "gradients": metrics.gradients,
+                "result": info.result,
+                "adjoint_result": metrics.adjoint_result,
+                "time": self.seconds,
+                "step_time": step_time,
+            }
+            self.write("train", number, **{name: value for name, value in columns.items() if value is not None})
             if not metrics.finite:
+                latest = None if self.checkpoints is None else self.checkpoints.latest
+                folder = self.checkpoints and self.checkpoints.folder
+                said = f"The last checkpoint is that of step {latest}, in {folder}."
                 raise DivergenceError(
-                    f"{divergence_message(number, metrics, self.batch_of(number))} {self._last_checkpoint()}"
+                    f"{divergence_message(number, metrics, self.batch_of(number))} "
+                    f"{'No checkpoint was saved before.' if latest is None else said}"
                 )
-            self._watch("forward", number, norms, float(info.scale), int(info.result))
+            self.warn("forward", number, convergence_warning("forward", norms, float(info.scale), int(info.result)))
             if metrics.adjoint_result is not None:
-                self._watch("adjoint", number, (), 0.0, int(metrics.adjoint_result))
+                self.warn("adjoint", number, convergence_warning("adjoint", (), result=int(metrics.adjoint_result)))
             if metrics.stuck:
-                self._warn("line search", number, search_warning(int(metrics.trials)))
+                self.warn(
+                    "line search",
+                    number,
+                    f"the line search tried {metrics.trials} step lengths, and none lowers the loss enough; the parameters stay "
+                    "as they are. Loss and gradient may not fit each other: take more iterations, forward and adjoint. Or the "
+                    "training is at its end.",
+                )
         self.restart_clock()
-
-    def log_measurement(self, kind: str, step: int, values: Mapping[str, object]) -> None:
-        self.write(kind, step, **values)
-        row = self.log.rows[-1]
-        for solve in ("forward", "adjoint"):
-            self._watch(solve, step, unflat(f"{solve}_residual", row), row.get(f"{solve}_scale") or 0.0)
 
     def write(self, kind: str, step: int, **values: object) -> None:
         self.log.write(kind=kind, step=step, **values)
         self.meter.show(self.log.rows[-1])
 
-    def _watch(self, solve: str, step: int, norms: Sequence[float], scale: float, result: int = DONE) -> None:
-        self._warn(solve, step, convergence_warning(solve, norms, scale, result))
-
-    def _warn(self, solve: str, step: int, message: str | None) -> None:
+    def warn(self, solve: str, step: int, message: str | None) -> None:
         if message is not None and step - self.warned.get(solve, -math.inf) >= self.quiet:
             self.warned[solve] = step
             self.write("warning", step, solve=solve, message=message)
             self.meter.say(f"step {step}: {message}")
-
-    def _last_checkpoint(self) -> str:
-        if self.checkpoints is None or self.checkpoints.latest is None:
-            return "No checkpoint was saved before."
-        return f"The last checkpoint is that of step {self.checkpoints.latest}, in {self.checkpoints.folder}."

@@ -23,7 +23,7 @@ from lp_jax.nn._refine import staying
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._log import Log
 from lp_jax.train._loop import Every, fit
-from lp_jax.train._ranks import RankCheckpoints, Ranks
+from lp_jax.train._ranks import Ranks
 from lp_jax.train._step import init_state, make_train_step, map_slots, replicate_rest
 from lp_jax.train._supervised import classification
 from lp_jax.train._types import Batch, LossFn, TrainState
@@ -114,7 +114,17 @@ def nested(
         Cyr, Guenther, Schroder, "Multilevel initialization for layer-parallel deep neural network training",
         arXiv:1912.08974 (2019).
     """
-    factors = _factors(model, depths)
+    if not depths:
+        raise ValueError("depths must have a Depth at least; got none.")
+    parts = list(getattr(model.trunk, "parts", [model.trunk]))
+    blocks = [part.num_layers for part in parts if hasattr(part, "num_layers")]
+    numbers = [max(blocks, default=depths[0].layers), *(depth.layers for depth in depths)]
+    factors, rests = zip(*(divmod(deep, shallow) for shallow, deep in itertools.pairwise(numbers)), strict=True)
+    if factors[0] != 1 or 1 in factors[1:] or any(rests):
+        raise ValueError(
+            f"depths must begin with the model's {numbers[0]} layers, and each be a larger multiple of the one before; got "
+            f"{numbers[1:]}."
+        )
     folders = [None if folder is None else Path(folder) / f"{depth.layers}-layers" for depth in depths]
     if log is None:  # rank 0 writes the file
         log = Log(Path(folder) / "metrics.jsonl") if folder is not None and (ranks is None or ranks.is_root) else Log()
@@ -130,9 +140,10 @@ def nested(
         return max(begun, default=0)  # a complete checkpoint is named by its number
 
     reached = newest() if ranks is None else ranks.once(newest)
-    lasts = itertools.accumulate(depth.epochs for depth in depths)
     state = replicate_rest(init_state(loss(model)[1], optimizer))
-    for i, (depth, factor, path, last) in enumerate(zip(depths, factors, folders, lasts, strict=True)):
+    last = 0
+    for i, (depth, factor, path) in enumerate(zip(depths, factors, folders, strict=True)):
+        last += depth.epochs
         if i > 0:
             model, state = deepen(model, state, optimizer, factor, how=how, loss=loss)
             state = replicate_rest(state)
@@ -140,20 +151,21 @@ def nested(
             continue
         with contextlib.ExitStack() as stack:
             if path is not None:
-                make: Any = Checkpoints if ranks is None else ranks.checkpoints
-                checkpoints: Checkpoints | RankCheckpoints
-                whole = {**(config or {}), "layers": depth.layers}
-                checkpoints = stack.enter_context(make(path, config=whole, skip_damaged=skip_damaged))
+                about = {**(config or {}), "layers": depth.layers}
+                checkpoints = stack.enter_context(
+                    Checkpoints(path, config=about, skip_damaged=skip_damaged, ranks=ranks)
+                )
                 options = {**options, "checkpoints": checkpoints}
                 if checkpoints.latest is None:
                     checkpoints.save(state)
                 state = checkpoints.restore(state)
             log.rewind(int(state.step))
             if depth.layers not in [row["layers"] for row in log.of("depth")]:
-                adjoint_solver = depth.solver.for_adjoint() if depth.adjoint_solver is None else depth.adjoint_solver
-                counted = planning.training_step(depth.solver, adjoint_solver, depth.layers)
-                step, work = int(state.step), counted.work()
-                log.write(kind="depth", step=step, layers=depth.layers, work=work, depth=counted.depth())
+                counted = planning.training_step(
+                    depth.solver, depth.adjoint_solver or depth.solver.for_adjoint(), depth.layers
+                )
+                cost = {"work": counted.work(), "depth": counted.depth()}
+                log.write(kind="depth", step=int(state.step), layers=depth.layers, **cost)
             state, _ = fit(
                 make_train_step(loss(model)[0], optimizer, ranks=ranks),
                 state,
@@ -243,29 +255,11 @@ def on_trunk(trunk: object, change: Callable[[nn.LayerParallel], nn.LayerParalle
             )
         return change(trunk)
     parts = list(getattr(trunk, "parts", ()))
-    if not any(map(_can_be_refined, parts)):
+    buffers = [not isinstance(part, nn.LayerParallel) or getattr(part.solver, "exact", False) for part in parts]
+    if all(buffers):
         raise TypeError(
             f"the trunk must be a LayerParallel, or a Network with such blocks; got {type(trunk).__name__}. The time steps of a "
             "recurrent network share their weights, so there is nothing to refine: train it on shorter sequences first."
         )
-    return nn.Network(*[on_trunk(part, change) if _can_be_refined(part) else part for part in parts])
-
-
-def _can_be_refined(part: object) -> bool:
-    return isinstance(part, nn.LayerParallel) and not getattr(part.solver, "exact", False)  # those are buffers
-
-
-def _factors(model: nn.Classifier, depths: Sequence[Depth]) -> list[int]:
-    """Return the factors by which the network grows before each depth."""
-    if not depths:
-        raise ValueError("depths must have a Depth at least; got none.")
-    parts = list(getattr(model.trunk, "parts", [model.trunk]))
-    blocks = [part.num_layers for part in parts if hasattr(part, "num_layers")]
-    numbers = [max(blocks, default=depths[0].layers), *(depth.layers for depth in depths)]
-    factors, rests = zip(*(divmod(deep, shallow) for shallow, deep in itertools.pairwise(numbers)), strict=True)
-    if factors[0] != 1 or 1 in factors[1:] or any(rests):
-        raise ValueError(
-            f"depths must begin with the model's {numbers[0]} layers, and each be a larger multiple of the one before; got "
-            f"{numbers[1:]}."
-        )
-    return list(factors)
+    changed = [part if is_buffer else on_trunk(part, change) for part, is_buffer in zip(parts, buffers, strict=True)]
+    return nn.Network(*changed)

@@ -5,9 +5,7 @@ A mesh needs none of this: its arrays are global, and the compiler sums over dev
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -18,8 +16,7 @@ from lp_jax._arrays._types import PyTree
 from lp_jax._comms._mpi import MPIComm
 from lp_jax._programs._asked import asked, count_results
 from lp_jax._solvers._solver import Solver
-from lp_jax.train._checkpoint import CheckpointError, Checkpoints
-from lp_jax.train._types import Batch, Info, LossFn, TrainState, combined_info
+from lp_jax.train._types import Batch, Info, LossFn, combined_info
 
 T = TypeVar("T")
 
@@ -137,10 +134,6 @@ class Ranks:
         """Call ``f()`` on rank 0 and return its value, or raise its exception, on every rank."""
         return done_once(f, self.is_root, self.world.python_comm.bcast)
 
-    def checkpoints(self, folder: str | os.PathLike[str], **options: Any) -> "RankCheckpoints":
-        """Return checkpoints of the whole network, which rank 0 writes; arguments as for `Checkpoints`."""
-        return RankCheckpoints(self, folder, **options)
-
     def gather(self, tree: PyTree) -> PyTree:
         """Return parameters, or a `TrainState`, as NumPy arrays of all layers on rank 0; None on other ranks."""
         if self.data.rank > 0:
@@ -154,6 +147,16 @@ class Ranks:
 
         gathered = self._leaf_by_leaf(leaf, tree)
         return gathered if self.is_root else None
+
+    def whole(self, template: PyTree) -> PyTree:
+        """Return shapes and dtypes of all layers, for `Checkpoints`; ``template`` has those of this rank's part."""
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+        def leaf(x: jax.Array, spread: bool) -> jax.ShapeDtypeStruct:
+            length = [sum(self.layers.python_comm.allgather(len(x)))] if spread else []
+            return jax.ShapeDtypeStruct((*length, *x.shape[len(length) :]), x.dtype, sharding=device)
+
+        return self._leaf_by_leaf(leaf, template)
 
     def scatter(self, gathered: PyTree, like: PyTree) -> PyTree:
         """Return this rank's part of arrays that `gather` returned on rank 0; ``like`` has its structure and number of layers."""
@@ -202,65 +205,6 @@ def done_once(
     if raised is not None:
         raise raised
     return value
-
-
-class RankCheckpoints:
-    """`Checkpoints` of a run over MPI ranks, made by `Ranks.checkpoints`; folder and options are those of `Checkpoints`.
-
-    A checkpoint holds the whole network, so a run can be resumed with any number of ranks, on a mesh, or on one device. Only
-    rank 0 reads and writes the folder; its memory must hold the whole state. All ranks must call a method together.
-
-    Example:
-        >>> import jax.numpy as jnp, optax, tempfile
-        >>> from lp_jax import train
-        >>> state = train.init_state({"w": jnp.ones(3)}, optax.sgd(0.1))
-        >>> ranks = train.Ranks.grid()
-        >>> with ranks.checkpoints(ranks.once(tempfile.mkdtemp), config={}) as checkpoints:
-        ...     checkpoints.save(state)
-    """
-
-    def __init__(self, ranks: Ranks, folder: str | os.PathLike[str], **options: Any):
-        self.folder = Path(folder).resolve()
-        self._ranks = ranks
-        self._files: Any = Checkpoints(folder, **options) if ranks.is_root else None
-        self.latest = ranks.once(lambda: self._files.latest)
-
-    def __enter__(self) -> "RankCheckpoints":
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        if self._files is not None:
-            self._files.__exit__(*raised)
-
-    def save(self, state: TrainState) -> None:
-        """As for `Checkpoints`."""
-        step = int(state.step)
-        if step == self.latest:
-            return
-        if state.restart is not None and self._ranks.data.size > 1:
-            raise CheckpointError(
-                f"a state that carries trajectories cannot be saved from {self._ranks.data.size} copies of the network, each of "
-                "which has those of its own examples. Train with one copy, Ranks.grid(data=1)."
-            )
-        gathered = self._ranks.gather(state)
-        self._ranks.once(lambda: self._files.save(gathered))
-        self.latest = step
-
-    def restore(self, template: TrainState) -> TrainState:
-        """As for `Checkpoints`; ``template`` is this rank's part."""
-        ranks = self._ranks
-        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-        def leaf(x: jax.Array, spread: bool) -> jax.ShapeDtypeStruct:
-            length = [sum(ranks.layers.python_comm.allgather(len(x)))] if spread else []
-            return jax.ShapeDtypeStruct((*length, *x.shape[len(length) :]), x.dtype, sharding=device)
-
-        wanted = ranks._leaf_by_leaf(leaf, template)
-        restored: list[TrainState] = []
-        ranks.once(lambda: restored.append(self._files.restore(wanted)))
-        state = ranks.scatter(restored[0] if restored else None, template)
-        self.latest = int(state.step)
-        return state
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

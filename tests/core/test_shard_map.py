@@ -98,20 +98,31 @@ def test_a_pullback_over_two_devices(name):
     assert relative_error(got, (sum(weights), sum(shared), jnp.concatenate(y))) < 1e-13
 
 
-def test_layers_over_a_mesh_inside_are_refused_in_words():
+def test_layers_may_be_spread_over_another_axis():
+    """The copies' gradients, each of its half of the examples; with the check of `jax.shard_map` it is refused in words."""
     devices = jax.make_mesh((2, 2), ("layers", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 
-    @functools.partial(
-        jax.shard_map,
-        mesh=devices,
-        in_specs=(PartitionSpec(), PartitionSpec("data")),
-        out_specs=PartitionSpec("data"),
-        axis_names={"data"},
-    )
-    def share(weights, y):
-        return lp_jax.solve(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), weights, y, comm=devices).y1
+    def gradient(weights, y, comm=None):
+        step = lambda y, at: y + at.dt * jnp.tanh(y @ at.params)  # noqa: E731
+        solvers = {"solver": lp_jax.MGRIT(coarsening=2, iterations=2), "adjoint_solver": lp_jax.Picard(sweeps=3)}
+        return jax.grad(lambda w: jnp.mean(lp_jax.solve(step, w, y, comm=comm, **solvers).y1 ** 2))(weights)
 
+    def copies(check):
+        return jax.jit(
+            jax.shard_map(
+                lambda weights, y: gradient(weights, y, devices)[None],
+                mesh=devices,
+                in_specs=(PartitionSpec(), PartitionSpec("data")),
+                out_specs=PartitionSpec("data"),
+                axis_names={"data"},
+                check_vma=check,
+            )
+        )
+
+    half = len(Y) // 2
+    wanted = [jax.jit(gradient)(WEIGHTS, part) for part in (Y[:half], Y[half:])]
+    np.testing.assert_allclose(copies(False)(WEIGHTS, Y), wanted, rtol=1e-12, atol=1e-15)
     with pytest.raises(
         ValueError, match=r"check_vma=True\) does not work.*each device has the gradient of its own share"
     ):
-        jax.jit(share)(WEIGHTS, Y)
+        copies(True)(WEIGHTS, Y)

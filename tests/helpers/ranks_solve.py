@@ -162,7 +162,7 @@ def one_shot(_=None):
     step_fn, first = begin(cut(params, run), ranks.layers)
     state = two_steps(step_fn, first)
     folder, empty = COMM.comm.bcast(tempfile.mkdtemp()), lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x), tree)
-    with ranks.checkpoints(folder, config={}) as checkpoints:
+    with train.Checkpoints(folder, config={}, ranks=ranks) as checkpoints:
         checkpoints.save(state)
     whole = ranks.gather(state)
     if whole is not None:  # to one device and back
@@ -172,7 +172,7 @@ def one_shot(_=None):
         for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(whole), strict=True):
             np.testing.assert_array_equal(a, b)
     COMM.comm.Barrier()
-    with ranks.checkpoints(folder, config={}) as checkpoints:
+    with train.Checkpoints(folder, config={}, ranks=ranks) as checkpoints:
         again = checkpoints.restore(empty(state))
     assert int(again.step) == int(state.step) + 1
     again = again._replace(step=state.step)

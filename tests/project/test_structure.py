@@ -253,15 +253,13 @@ def test_jax_is_used_by_its_public_names():
 
 
 def test_values_reach_other_workers_in_one_place():
-    """The engines of mesh and ranks send, and copies of a network their gradients; the others ask a comm.
+    """The engines of mesh and ranks send, and the copies of `lp-jax train` their gradients; the others ask a comm.
 
     What says that numbers vary within a user's ``shard_map`` sends nothing itself; its transpose is one sum.
     """
     allowed = {
         "lp_jax._comms._mesh",
         "lp_jax._comms._mpi",
-        "lp_jax.train._average",
-        "lp_jax.train.contrib._codecs",
         "lp_jax.cli._workers",
     }
     found = [

@@ -1,7 +1,5 @@
 """A controller of tolerances: what it measures, what it decides, and that it decides the same after a break."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +7,8 @@ import optax
 import pytest
 
 import lp_jax
-from lp_jax import planning, train
-from lp_jax.train import contrib
+from lp_jax import train
 from lp_jax.train._controller import _measure
-from lp_jax.train.contrib._doubling import _norms
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -154,45 +150,6 @@ def test_solvers_without_a_tolerance_and_batches_of_one_are_refused():
     one = jax.tree.map(lambda x: x[:1], next(batches(0)))
     with pytest.raises(ValueError, match="two halves of a batch; got 1"):
         controller.probe(controller.begin(SOLVER, SOLVER), PARAMS, one, SOLVER, SOLVER)
-
-
-INJECTION = lp_jax.MGRIT(coarsening=4, iterations=1, relaxation="F", coarse_step=lp_jax.Rediscretize())
-
-
-def test_the_published_rule_goes_serial_for_good_where_twice_the_cycles_diverge():
-    """Large weights over a long time: the factor is above 1. A run that is resumed is as serial as before."""
-    rule = contrib.Doubling(functools.partial(loss_fn, t1=24.0), probe_every=2)
-    step_fn, state = train.make_train_step(rule.loss_fn, OPTIMIZER), train.init_state(5 * PARAMS, OPTIMIZER)
-    for steps in (4, 6):
-        options = {"steps_per_epoch": 1, "epochs": steps, "solver": INJECTION, "controller": rule, "log_every": 1}
-        state, log = train.fit(step_fn, state, lambda epoch: batches(epoch, 1), **options)
-        rows = log.of("control")
-        assert rows and all(row["serial"] for row in rows)
-        assert not [row for row in log.of("train") if "forward_residual_1" in row]  # serial steps have no residuals
-        if steps == 4:
-            first, second = rows
-    x = next(batches(0, 1))[0]
-    norms = lp_jax.solve(step, 5 * PARAMS, x, t1=24.0, solver=planning.with_effort(INJECTION, 3)).stats.residual_norms
-    np.testing.assert_allclose(first["factor"], norms[2] / norms[1], rtol=1e-9)
-    assert first["factor"] > 1 and "factor" not in second
-
-
-def test_the_published_rule_goes_by_the_factor_and_compiles_one_program():
-    rule = contrib.Doubling(functools.partial(loss_fn, t1=24.0))
-    before = _norms._cache_size()
-    for seed in range(3):
-        for scale, wanted in ((0.01, INJECTION), (5.0, lp_jax.Serial())):
-            control = rule.begin(INJECTION, INJECTION)
-            control, row = rule.probe(control, scale * PARAMS, next(batches(seed)), INJECTION, INJECTION)
-            assert row["serial"] == (row["factor"] > 1) == (scale > 1)
-            assert rule.solvers(control, INJECTION, INJECTION) == (wanted, wanted)
-    assert _norms._cache_size() == before + 1
-
-
-@pytest.mark.parametrize("solver", [SOLVER, lp_jax.Serial()])
-def test_the_published_rule_refuses_what_cannot_be_doubled(solver):
-    with pytest.raises(ValueError, match=r"has none\. Leave rtol and atol out"):
-        contrib.Doubling(loss_fn).begin(solver, solver)
 
 
 def test_a_bound_below_rounding_ends_in_serial_propagation():
