@@ -16,15 +16,14 @@ from lp_jax.train._checkpoint import CheckpointError as CheckpointError
 from lp_jax.train._checkpoint import Checkpoints as Checkpoints
 from lp_jax.train._controller import Controller as Controller
 from lp_jax.train._divergence import DivergenceError as DivergenceError
+from lp_jax.train._lbfgs import Backtracking as Backtracking
 from lp_jax.train._lbfgs import scale_by_lbfgs as scale_by_lbfgs
-from lp_jax.train._line_search import Backtracking as Backtracking
 from lp_jax.train._log import Bar as Bar
 from lp_jax.train._log import Log as Log
 from lp_jax.train._log import Meter as Meter
 from lp_jax.train._loop import Every as Every
 from lp_jax.train._loop import Interrupted as Interrupted
 from lp_jax.train._loop import fit as fit
-from lp_jax.train._microbatches import microbatches as microbatches
 from lp_jax.train._nested import Depth as Depth
 from lp_jax.train._nested import deepen as deepen
 from lp_jax.train._nested import nested as nested

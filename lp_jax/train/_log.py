@@ -19,10 +19,7 @@ class Log:
 
     Every row has ``kind`` ("train", "test", "probe", "warning", ...) and ``step``. With a path, each row is appended to
     the file as one line of JSON and flushed; numbers that are not finite become null. The rows of an existing file are read;
-    an incomplete last line is left out.
-
-    Raises:
-        ValueError: if the file has another line that is not a row.
+    an incomplete last line is left out. Another line that is not a row raises ValueError.
 
     Example:
         >>> from lp_jax import train
@@ -40,7 +37,10 @@ class Log:
 
     def write(self, *, kind: str, step: int, **values: object) -> None:
         """Append a row."""
-        row = {"kind": kind, "step": step} | {name: _plain(value) for name, value in values.items()}
+        row: Row = {"kind": kind, "step": step}
+        for name, value in values.items():
+            value = value.item() if hasattr(value, "item") else value
+            row[name] = None if isinstance(value, float) and not math.isfinite(value) else value
         self.rows.append(row)
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:  # closing it hands the line to the system
@@ -60,11 +60,7 @@ class Log:
 
 
 def read_rows(path: str | os.PathLike[str]) -> Iterable[Row]:
-    """Yield the rows of a file of JSON lines; an incomplete last line is left out.
-
-    Raises:
-        ValueError: if another line is not a row.
-    """
+    """Yield the rows of a file of JSON lines, as `Log` does."""
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:
@@ -94,14 +90,6 @@ def unflat(prefix: str, row: Mapping[str, Any]) -> list[float]:
 def measured(prefix: str, norms: Iterable[float]) -> Row:
     """Return the measured residual norms as columns; ``{prefix}_1`` is that of the first iteration."""
     return {name: value for name, value in flat(prefix, norms).items() if not value < 0}
-
-
-def _plain(value: object) -> object:
-    """Return a JSON value; numbers of NumPy and JAX become Python's."""
-    if value is None or isinstance(value, (str, bool)):
-        return value
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _line(row: Row) -> str:
@@ -167,10 +155,16 @@ class Bar(Meter):
 
     def show(self, row: Row) -> None:
         """Move the bar to the row's step and show its main numbers."""
-        self._latest |= _main_numbers(row)
+        kind, names = row["kind"], {"train": "loss", "test": "test loss"}
+        if kind == "test" and row.get("accuracy") is not None:
+            self._latest["test accuracy"] = f"{row['accuracy']:.1%}"
+        elif kind in names and row["loss"] is not None:
+            self._latest[names[kind]] = f"{row['loss']:.3g}"
+        elif kind == "probe":
+            self._latest["gradient error"] = f"{row['gradient_error']:.1e}"
         latest = "  ".join(f"{name} {value}" for name, value in self._latest.items())
         self._progress.update(self._task, completed=row["step"], latest=latest)
-        if row["kind"] == "test" and not self.console.is_terminal:
+        if kind == "test" and not self.console.is_terminal:
             self._print(f"{self.title}  step {row['step']}  {latest}")
 
     def say(self, message: str) -> None:
@@ -183,14 +177,3 @@ class Bar(Meter):
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _main_numbers(row: Row) -> dict[str, str]:
-    if row["kind"] == "test" and row.get("accuracy") is not None:
-        return {"test accuracy": f"{row['accuracy']:.1%}"}
-    if row["kind"] in ("train", "test"):
-        name = "loss" if row["kind"] == "train" else "test loss"
-        return {} if row["loss"] is None else {name: f"{row['loss']:.3g}"}
-    if row["kind"] == "probe":
-        return {"gradient error": f"{row['gradient_error']:.1e}"}
-    return {}

@@ -54,14 +54,10 @@ def _first_signal() -> Iterator[Callable[[], int | None]]:
 
 
 class Every(NamedTuple):
-    """A measurement at the first step, at every ``steps``-th and at the last.
+    """A measurement at the first step, at every ``steps``-th and at the last, as rows of a ``kind``: "test", "probe", ...
 
-    Attributes:
-        kind: kind of its rows: "test", "probe" or any other word.
-        steps: number of steps between two measurements.
-        measure: ``measure(state, batch) -> values``, with the state after the step, its batch, and flat values as in
-            `Log` rows. Growth of columns ``forward_residual_1``, ... with ``forward_scale`` is reported, and the same for
-            "adjoint".
+    ``measure(state, batch)`` gets the state after the step and its batch, and returns flat values as in rows of a `Log`. Growth
+    of columns ``forward_residual_1``, ... with ``forward_scale`` is reported, and the same for "adjoint".
     """
 
     kind: str
@@ -90,8 +86,8 @@ def fit(
     """Train from ``state`` to the end of the last epoch.
 
     A run that is resumed from a checkpoint has the same numbers as one without a break, bit for bit; the log is rewound to the
-    state's step. Metrics stay on the device until they are logged. When residual norms grow over the cycles of a solve, or a
-    tolerance is not met, a warning is reported and logged (a row of kind "warning").
+    state's step. When residual norms grow over the cycles of a solve, or a tolerance is not met, a warning is reported and logged
+    (a row of kind "warning").
 
     Args:
         step_fn: the training step, as `make_train_step` returns it.
@@ -104,17 +100,15 @@ def fit(
         controller: sets the tolerances of the solvers. Its probes are rows of kind "control". To resume a run, put
             ``controller.begin(solver, adjoint_solver)`` into the state's ``control``.
         measures: measurements at some of the steps.
-        log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, loss,
-            accuracy (of classes), gradient_norm, forward_residual_1, ..., trials (of a line search), gradients (where a step
-            takes more than one), result, adjoint_result, time (seconds since the start) and step_time (seconds per step, the
-            mean since the host last waited).
+        log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, accuracy (of
+            classes), forward_residual_1, ..., time (seconds since the start), step_time (seconds per step, the mean since the
+            host last waited), and what `Metrics` has: loss, gradient_norm, trials, gradients, result, adjoint_result.
         log_every: number of steps after which metrics are fetched.
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
         checkpoint_every: number of steps between two checkpoints; None is ``steps_per_epoch``.
         meter: display of the progress.
-        agree: for several processes that train together: ``agree(signal) -> signal`` returns one of the signals (or None)
-            that the processes received, so that all stop at the same step, when metrics are fetched. An example is
-            `Ranks.agree`.
+        agree: for several processes that train together, `Ranks.agree` for example: ``agree(signal)`` returns one of the
+            signals (or None) that they received, so that all stop at the same step, when metrics are fetched.
 
     Returns:
         The last state and the log.
@@ -122,8 +116,7 @@ def fit(
     Raises:
         DivergenceError: if loss, gradient or parameters are not finite; the message has advice.
         Interrupted: after SIGINT or SIGTERM, when the step is finished and saved.
-        ValueError: if an epoch has another number of batches than ``steps_per_epoch``.
-        TypeError: if a solver is not a `Solver`, or ``batches`` is not a function.
+        ValueError, TypeError: for arguments that cannot be, an epoch of another number of batches among them.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax, optax
@@ -153,12 +146,9 @@ def fit(
     for name, each in (("solver", solver), ("adjoint_solver", adjoint_solver)):
         if each is not None:
             _inputs.solver(name, each)
-    for name, value, least in (
-        ("steps_per_epoch", steps_per_epoch, 1),
-        ("log_every", log_every, 1),
-        ("epochs", epochs, 0),
-    ):
-        _check.integer(name, value, least=least)
+    for name, value in (("steps_per_epoch", steps_per_epoch), ("log_every", log_every)):
+        _check.integer(name, value, least=1)
+    _check.integer("epochs", epochs, least=0)
     if not callable(batches):
         raise TypeError(
             "batches must be a function batches(epoch) that gives the batches of an epoch, for a list `lambda epoch: list`; "
@@ -166,7 +156,7 @@ def fit(
         )
     log = Log() if log is None else log
     done = step = int(state.step)
-    last = steps_per_epoch * epochs
+    last, save_every = steps_per_epoch * epochs, checkpoint_every or steps_per_epoch
     log.rewind(done)
 
     def batch_of(step: int) -> Batch:
@@ -196,9 +186,7 @@ def fit(
                     step += 1
                     record.pending.append((epoch, metrics))
                     due = [m for m in measures if step in (1, last) or step % m.steps == 0]
-                    saves = checkpoints is not None and (
-                        step == last or step % (checkpoint_every or steps_per_epoch) == 0
-                    )
+                    saves = checkpoints is not None and (step == last or step % save_every == 0)
                     # The first step of a process compiles, and is fetched on its own to keep that out of the others' times.
                     fetches = due or saves or step in (done + 1, last) or step % log_every == 0
                     stop = received()

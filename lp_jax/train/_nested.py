@@ -30,14 +30,7 @@ from lp_jax.train._types import Batch, LossFn, TrainState
 
 
 class Depth(NamedTuple):
-    """A part of nested iteration, at one depth.
-
-    Attributes:
-        layers: number of layers; for a network of several blocks, that of the longest.
-        epochs: number of epochs at this depth.
-        solver: solver of the forward solves.
-        adjoint_solver: solver of the adjoint solves; None means the settings of ``solver``.
-    """
+    """A part of nested iteration: ``epochs`` at one depth; of a network of several blocks, the longest has ``layers``."""
 
     layers: int
     epochs: int
@@ -208,9 +201,7 @@ def deepen(
     deeper.trunk = on_trunk(deeper.trunk, lambda block: nn.refine(block, factor, how))
     _, params = loss(deeper)
     fresh = init_state(params, optimizer)
-    alike: list[bool] = []
-    map_slots(lambda slot, param: alike.append(slot.shape == param.shape), state.opt_state, state.params)
-    if not all(alike):
+    if any(slot.shape != param.shape for slot, param in _slots(state.opt_state, state.params)):
         return deeper, fresh._replace(step=state.step)
     degrees = iter(_degrees(optimizer, state.params))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -226,6 +217,12 @@ def deepen(
     return deeper, fresh._replace(step=state.step, opt_state=map_slots(prolong, state.opt_state, shapes))
 
 
+def _slots(opt_state: PyTree, params: PyTree) -> list[tuple[jax.Array, PyTree]]:
+    found: list[tuple[jax.Array, PyTree]] = []
+    map_slots(lambda *pair: found.append(pair), opt_state, params)
+    return found
+
+
 def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[int]:
     """Return for each slot the power of the gradient that it grows with: 1 for a mean of gradients, 2 for one of squares."""
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
@@ -237,9 +234,7 @@ def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[in
 
     def after(scale: float) -> list[float]:
         opt_state = update(jax.tree.map(lambda x: np.full(x.shape, scale * small, x.dtype), params), zeros)
-        sizes: list[float] = []
-        map_slots(lambda slot, _: sizes.append(float(np.abs(np.asarray(slot, np.float64)).sum())), opt_state, zeros)
-        return sizes
+        return [float(np.abs(np.asarray(slot, np.float64)).sum()) for slot, _ in _slots(opt_state, zeros)]
 
     return [round(np.log2(two / one)) if one > 0 else 0 for one, two in zip(after(1.0), after(2.0), strict=True)]
 

@@ -78,11 +78,9 @@ def one_shot(
     @jax.jit
     def begin(params: PyTree, batch: Batch) -> Restart:
         guess = loss_fn(params, batch, solver, adjoint_solver)[1].trajectory
-
-        def loss(adjoint_guess: PyTree) -> jax.Array:
-            return loss_fn(params, batch, solver, adjoint_solver, Restart(guess, adjoint_guess))[0]
-
-        return Restart(guess, jax.grad(loss)(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        of_guess = jax.grad(lambda zeros: loss_fn(params, batch, solver, adjoint_solver, Restart(guess, zeros))[0])
+        return Restart(guess, of_guess(zeros))
 
     state = init_state(params, optimizer)._replace(restart=begin(params, batch))
     return make_train_step(loss_fn, optimizer, **options), replicate_rest(state)

@@ -1,10 +1,12 @@
 """A regulariser that keeps layers solvable by a few sweeps."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._types import Layer, Points, State
+from lp_jax._arrays._types import Layer, State
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 
@@ -53,28 +55,22 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
             f"depth_penalty sums over all layers, and they are spread over {problem.comm.size} ranks. Use a mesh (MeshComm) "
             "instead."
         )
-    states = _tree.repeat(problem.y0, problem.layers)
-    increments = _increments(problem, states)
-    first = last = _tree.sum_of_squares(increments)
-    for _ in range(sweeps - 1):
-        old = increments
-        states = jax.tree.map(lambda y, d: y[None] + jnp.cumsum(d, axis=0) - d, problem.y0, old)
-        increments = _increments(problem, states)
-        last = _tree.sum_of_squares(_tree.sub(increments, old))
-    missed = last > rtol**2 * first
-    ratio = jnp.where(missed, last, jnp.ones_like(last)) / jnp.where(missed, rtol**2 * first, jnp.ones_like(first))
-    return jnp.log10(ratio) / 2
-
-
-def _increments(problem: Problem, states: Points) -> Points:
-    """Evaluate every layer at the state that enters it, and subtract this state."""
     times = _inputs.times(problem.t0, problem.t1, problem.layers, _tree.real_dtype(problem.y0))
     index = jnp.arange(problem.layers, dtype=jnp.int32)
     layers = Layer(problem.params, problem.shared, problem.data, *times, index, 0)
     stacked = Layer(0, None, 0, 0, 0, 0, None)  # type: ignore[arg-type]
 
+    @functools.partial(jax.vmap, in_axes=(0, stacked))
     def increment(y: State, layer: Layer) -> State:
         stepped = problem.step(y, layer)
         return _tree.sub(stepped[0] if problem.has_aux else stepped, y)
 
-    return jax.vmap(increment, in_axes=(0, stacked))(states, layers)
+    increments = increment(_tree.repeat(problem.y0, problem.layers), layers)
+    first = last = _tree.sum_of_squares(increments)
+    for _ in range(sweeps - 1):
+        old = increments
+        increments = increment(jax.tree.map(lambda y, d: y[None] + jnp.cumsum(d, axis=0) - d, problem.y0, old), layers)
+        last = _tree.sum_of_squares(_tree.sub(increments, old))
+    missed = last > rtol**2 * first
+    ratio = jnp.where(missed, last, jnp.ones_like(last)) / jnp.where(missed, rtol**2 * first, jnp.ones_like(first))
+    return jnp.log10(ratio) / 2

@@ -5,7 +5,7 @@ sums over MPI ranks.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,15 +39,13 @@ def gradient_error(
     ranks: Ranks | None = None,
 ) -> GradientError:
     """Compare the gradient under ``solver`` with the exact one, by serial propagation, on a batch; this costs two gradients."""
-    g = _gradient(loss_fn, params, batch, solver, adjoint_solver)
-    return _compare(g, _gradient(loss_fn, params, batch, Serial(), Serial()), ranks)
+    pairs = (solver, adjoint_solver), (Serial(), Serial())
+    return _compare(*(_gradient(loss_fn, params, batch, *pair) for pair in pairs), ranks)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _gradient(
-    loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver | None, adjoint_solver: Solver | None
-) -> PyTree:
-    return jax.grad(loss_fn, has_aux=True)(params, batch, solver, adjoint_solver)[0]
+def _gradient(loss_fn: LossFn, *args: Any) -> PyTree:
+    return jax.grad(loss_fn, has_aux=True)(*args)[0]
 
 
 @functools.partial(jax.jit, static_argnums=2)

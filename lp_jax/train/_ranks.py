@@ -16,7 +16,8 @@ from lp_jax._arrays._types import PyTree
 from lp_jax._comms._mpi import MPIComm
 from lp_jax._programs._asked import asked, count_results
 from lp_jax._solvers._solver import Solver
-from lp_jax.train._types import Batch, Info, LossFn, combined_info
+from lp_jax.nn._solved import combined_stats
+from lp_jax.train._types import Batch, Info, LossFn
 
 T = TypeVar("T")
 
@@ -108,15 +109,24 @@ class Ranks:
             return loss_fn
 
         def mean_loss(params: PyTree, batch: Batch, *solvers: Solver | None) -> tuple[jax.Array, Info]:
-            params, counts = _transposed_mean((params, asked.value.watch and asked.value.watch.counts), self.data)
-            own_loss = loss_fn if counts is None else functools.partial(count_results(loss_fn), counts)
+            watched = asked.value.watch and asked.value.watch.counts
+            params, watched = _transposed_mean((params, watched), self.data)
+            own_loss = loss_fn if watched is None else functools.partial(count_results(loss_fn), watched)
             loss, info = own_loss(params, batch, *solvers)
             info = jax.lax.stop_gradient(info)
-            combined = combined_info(
-                info._replace(replace=_mean(info.replace, self.data)), self.data.sum, self.data.max
+            counts = info.correct, info.total, jnp.asarray(info.outside), jnp.asarray(info.scale) ** 2
+            correct, total, outside, square = self.data.sum(counts)
+            whole = info._replace(
+                correct=correct,
+                total=total,
+                outside=outside,
+                scale=jnp.sqrt(square),
+                stats=combined_stats(info.stats, self.data.sum, self.data.max),
+                result=self.data.max(info.result),
+                replace=_mean(info.replace, self.data),
             )
-            weight = info.total * self.data.size / combined.total
-            return _mean(loss * weight.astype(loss.dtype), self.data), combined
+            weight = info.total * self.data.size / total
+            return _mean(loss * weight.astype(loss.dtype), self.data), whole
 
         return mean_loss
 
@@ -163,15 +173,13 @@ class Ranks:
         leaves = iter(jax.tree.leaves(gathered) if self.is_root else ())
 
         def leaf(x: jax.Array, spread: bool) -> jax.Array:
-            all_layers: np.ndarray | None = np.asarray(next(leaves)) if self.is_root else None
+            part: Any = np.asarray(next(leaves)) if self.is_root else None
             if not spread:
-                return jnp.asarray(self.world.python_comm.bcast(all_layers))
-            run = None
+                return jnp.asarray(self.world.python_comm.bcast(part))
             if self.data.rank == 0:
-                lengths = self.layers.python_comm.allgather(len(x))
-                runs = np.split(all_layers, np.cumsum(lengths)[:-1]) if all_layers is not None else None
-                run = self.layers.python_comm.scatter(runs)
-            return jnp.asarray(self.data.python_comm.bcast(run))
+                ends = np.cumsum(self.layers.python_comm.allgather(len(x)))
+                part = self.layers.python_comm.scatter(None if part is None else np.split(part, ends[:-1]))
+            return jnp.asarray(self.data.python_comm.bcast(part))
 
         return self._leaf_by_leaf(leaf, like)
 

@@ -14,7 +14,7 @@ from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree
 from lp_jax._programs._asked import value_and_grad
 from lp_jax._solvers._solver import Solver
-from lp_jax.train._line_search import Backtracking
+from lp_jax.train._lbfgs import Backtracking
 from lp_jax.train._ranks import Ranks, total
 from lp_jax.train._types import Batch, Info, LossFn, Metrics, Restart, StepFn, TrainState
 
@@ -26,22 +26,22 @@ def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> Train
         params: the model's parameters; copied, as a training step takes the state's arrays for its results.
         optimizer: any optax transformation. Its state of a parameter gets the parameter's sharding.
     """
-    params = jax.tree.map(jnp.copy, params)
 
     def place(slot: jax.Array, param: jax.Array) -> jax.Array:
         alike = slot.shape[: param.ndim] == param.shape  # one of several vectors has them along further axes
         return jax.device_put(slot, param.sharding) if alike and param.sharding.num_devices > 1 else slot
 
+    params = jax.tree.map(jnp.copy, params)
     opt_state = jax.tree.map(jnp.copy, optimizer.init(params))  # optax may hold one array in two places
     return TrainState(jnp.int32(0), params, map_slots(place, opt_state, params))
 
 
 def replicate_rest(state: TrainState) -> TrainState:
     """Replicate the arrays that lie on one device over the mesh of the others, if there is one."""
-    spread = [x.sharding for x in jax.tree.leaves(state) if x.sharding.num_devices > 1]
-    if not spread:
+    meshes = [x.sharding.mesh for x in jax.tree.leaves(state) if x.sharding.num_devices > 1]
+    if not meshes:
         return state
-    everywhere = NamedSharding(spread[0].mesh, PartitionSpec())
+    everywhere = NamedSharding(meshes[0], PartitionSpec())
     return jax.tree.map(lambda x: x if x.sharding.num_devices > 1 else jax.device_put(x, everywhere), state)
 
 
@@ -106,11 +106,13 @@ def make_train_step(
     def step_fn(
         state: TrainState, batch: Batch, solver: Solver | None = None, adjoint_solver: Solver | None = None
     ) -> tuple[TrainState, Metrics]:
-        def loss_of(params: PyTree, adjoint_guess: PyTree) -> tuple[jax.Array, Info]:
-            restart = () if state.restart is None else (Restart(state.restart.guess, adjoint_guess),)
-            return call_loss(loss_fn, params, batch, solver, adjoint_solver, *restart)
+        def restart(*guesses: PyTree) -> tuple[Restart, ...]:
+            return () if state.restart is None else (Restart(*guesses),)
 
-        adjoint_guess = None if state.restart is None else state.restart.adjoint_guess
+        def loss_of(params: PyTree, adjoint_guess: PyTree) -> tuple[jax.Array, Info]:
+            return call_loss(loss_fn, params, batch, solver, adjoint_solver, *restart(guess, adjoint_guess))
+
+        guess, adjoint_guess = state.restart or (None, None)
         gradient_fn = (value_and_grad if watch else jax.value_and_grad)(loss_of, argnums=(0, 1), has_aux=True)
         (loss, info), (gradient, adjoint_trajectory), *results = gradient_fn(state.params, adjoint_guess)
         updates, opt_state = optax.with_extra_args_support(optimizer).update(
@@ -125,19 +127,19 @@ def make_train_step(
         if line_search is None:
             params = optax.apply_updates(state.params, updates)
         else:
-            products = jax.tree.map(lambda g, u: jnp.sum(g * u), gradient, updates)
-            trial = line_search.solver or solver
+            trial_solver = line_search.solver or solver
 
             def evaluate(params: PyTree) -> tuple[jax.Array, PyTree]:
-                restart = () if trajectory is None else (Restart(trajectory, adjoint_trajectory),)
-                value, info = loss_fn(params, batch, trial, adjoint_solver, *restart)
-                return value, info.trajectory if restart else None
+                guesses = restart(trajectory, adjoint_trajectory)
+                value, info = loss_fn(params, batch, trial_solver, adjoint_solver, *guesses)
+                return value, info.trajectory if guesses else None
 
+            slope = total(ranks, jax.tree.map(lambda g, u: jnp.sum(g * u), gradient, updates))
             params, trajectory, trials, stuck = line_search.along(
-                updates, state.params, loss, total(ranks, products), trajectory, evaluate
+                updates, state.params, loss, slope, evaluate, trajectory
             )
-        restart = None if state.restart is None else Restart(trajectory, adjoint_trajectory)
-        after = state._replace(params=params, opt_state=opt_state, restart=restart)
+        ended = None if state.restart is None else Restart(trajectory, adjoint_trajectory)
+        after = state._replace(params=params, opt_state=opt_state, restart=ended)
         after, metrics = finish_step(after, loss, gradient, info, ranks)
         return after, metrics._replace(trials=trials, stuck=stuck, adjoint_result=results[0].adjoint if watch else None)
 
@@ -167,24 +169,15 @@ def call_loss(loss_fn: LossFn, *args: PyTree) -> tuple[jax.Array, Info]:
 
 
 def finish_step(
-    state: TrainState,
-    loss: jax.Array,
-    gradient: PyTree,
-    info: Info,
-    ranks: Ranks | None = None,
+    state: TrainState, loss: jax.Array, gradient: PyTree, info: Info, ranks: Ranks | None = None
 ) -> tuple[TrainState, Metrics]:
     """Count the step and return its metrics. ``state`` has the new parameters; ``loss`` and ``gradient`` are at the old ones."""
-    params = _merge(state.params, info.replace)
-    info = info._replace(replace=None, trajectory=None)
+    params = state.params
+    if info.replace is not None:
+        flat, new = (flatten_dict(tree, keep_empty_nodes=True) for tree in (params, info.replace))
+        params = unflatten_dict(flat | new)
     squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params))
     gradient_norm, norm = jnp.sqrt(total(ranks, squares))
     finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(norm)
-    return state._replace(step=state.step + 1, params=params), Metrics(loss, gradient_norm, finite, info)
-
-
-def _merge(params: PyTree, new: PyTree) -> PyTree:
-    """Return a nested dict with the values of ``new`` in place of its own."""
-    if new is None:
-        return params
-    flat, flat_new = (flatten_dict(tree, keep_empty_nodes=True) for tree in (params, new))
-    return unflatten_dict(flat | flat_new)
+    metrics = Metrics(loss, gradient_norm, finite, info._replace(replace=None, trajectory=None))
+    return state._replace(step=state.step + 1, params=params), metrics

@@ -21,8 +21,8 @@ from lp_jax.train._types import Batch, Info, LossFn, Restart
 Measure: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """A loss as a function of outputs and targets, ``(outputs, y)``; returns a scalar."""
 
-Score: TypeAlias = tuple[jax.Array, Mapping[str, Any]]
-"""Loss of a batch, and the counts of its `Info`."""
+Score: TypeAlias = Callable[[jax.Array, jax.Array], tuple[jax.Array, Mapping[str, Any]]]
+"""Loss of outputs and targets, and the counts of its `Info`."""
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -103,16 +103,29 @@ def classification(
         >>> loss_fn, params = train.classification(model)
         >>> x, labels, values = jnp.ones((4, 4), "float32"), jnp.zeros(4, "int32"), jnp.zeros((4, 10), "float32")
         >>> loss, info = loss_fn(params, (x, labels), lp_jax.MGRIT(), None)
-        >>> int(info.total)
-        4
+        >>> int(info.total), train.evaluate(loss_fn, params, [(x, labels)]).accuracy in (0.0, 1.0)
+        (4, True)
+        >>> train.predict(model, params, x).shape
+        (4, 10)
+        >>> train.residuals(model, params, (x, labels), lp_jax.Picard(sweeps=3)).adjoint.residual_norms.shape
+        (3,)
         >>> loss_fn, params = train.regression(model)
         >>> loss, info = loss_fn(params, (x, values), lp_jax.MGRIT(), None)
         >>> loss.shape, info.correct
         ((), None)
     """
 
-    def score(logits: jax.Array, labels: jax.Array) -> Score:
-        check_labels(labels, logits)
+    def score(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, Mapping[str, Any]]:
+        shape, wanted, dtype = jnp.shape(labels), logits.shape[:-1], jnp.result_type(labels)
+        said = (
+            f"labels must be integers of shape {wanted}, class numbers from 0 to {logits.shape[-1] - 1}; got {dtype} of shape "
+            f"{shape}"
+        )
+        if shape != wanted:
+            hint = ", which looks one-hot. Take jnp.argmax(labels, axis=-1)" if shape == logits.shape else ""
+            raise ValueError(f"{said}{hint}.")
+        if not jnp.issubdtype(dtype, jnp.integer):
+            raise TypeError(f"{said}. Take labels.astype(int).")
         return cross_entropy(logits, labels), {
             "correct": jnp.sum(jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels, dtype=jnp.int32),
             "total": jnp.sum(labels >= 0, dtype=jnp.int32),
@@ -134,16 +147,14 @@ def regression(model: Classifier, *, penalty: Callable[[Problem], jax.Array] | N
         ValueError: when called, for a y of another shape than the outputs.
     """
 
-    def score(outputs: jax.Array, y: jax.Array) -> Score:
+    def score(outputs: jax.Array, y: jax.Array) -> tuple[jax.Array, Mapping[str, Any]]:
         return mean_squared_error(outputs, y), {"total": jnp.int32(y.size), "outside": jnp.int32(0)}
 
     return _supervised(model, score, penalty)
 
 
 def _supervised(
-    model: Classifier,
-    score: Callable[[jax.Array, jax.Array], Score],
-    penalty: Callable[[Problem], jax.Array] | None,
+    model: Classifier, score: Score, penalty: Callable[[Problem], jax.Array] | None
 ) -> tuple[LossFn, PyTree]:
     if penalty is not None and not isinstance(model.trunk, LayerParallel):
         raise TypeError(
@@ -199,45 +210,11 @@ def predict(model: Classifier, params: PyTree, x: PyTree, *, solver: Solver = Se
     The parameters are those that `classification` or `regression` returns; the model's own are not used, and it may be in
     training or ``eval()`` mode. Each shape of ``x`` compiles once.
     """
-    return _outputs(nnx.graphdef(model), params, x, solver)
-
-
-def confusion_matrix(
-    model: Classifier, params: PyTree, batches: Iterable[Batch], *, classes: int, solver: Solver = Serial()
-) -> np.ndarray:
-    """Return how often a model gives each answer to each class; model and parameters as for `predict`.
-
-    The counts have the shape ``(classes, classes)``: a row for each true class, a column for each answer. Batches are
-    ``(x, labels)``; negative labels do not count.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from flax import nnx
-        >>> from lp_jax import nn, train
-        >>> rngs = nnx.Rngs(0)
-        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 16, rngs=rngs)
-        >>> model = nn.Classifier(nn.DenseOpening((4,), 8, rngs=rngs), trunk, nn.DenseClosing((8,), 3, rngs=rngs))
-        >>> loss_fn, params = train.classification(model)
-        >>> batch = jnp.ones((16, 4), "float32"), jnp.zeros(16, "int32")
-        >>> counts = train.confusion_matrix(model, params, [batch], classes=3)
-        >>> counts.shape, int(counts[0].sum())  # all 16 are of class 0
-        ((3, 3), 16)
-        >>> test = train.evaluate(loss_fn, params, [batch])
-        >>> bool(test.accuracy == counts.trace() / 16)
-        True
-        >>> convergence = train.residuals(model, params, batch, lp_jax.Picard(sweeps=3))
-        >>> convergence.forward.residual_norms.shape, convergence.adjoint.residual_norms.shape
-        ((3,), (3,))
-    """
-    from sklearn import metrics  # here: it takes a second to import
-
-    pairs = [(labels, jnp.argmax(predict(model, params, x, solver=solver), axis=-1)) for x, labels in batches]
-    labels, answers = (np.concatenate([np.ravel(part) for part in parts]) for parts in zip(*pairs, strict=True))
-    return np.asarray(metrics.confusion_matrix(labels, answers, labels=np.arange(classes)))
+    return _predict(nnx.graphdef(model), params, x, solver)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _outputs(graphdef: nnx.GraphDef, params: PyTree, x: PyTree, solver: Solver) -> jax.Array:
+def _predict(graphdef: nnx.GraphDef, params: PyTree, x: PyTree, solver: Solver) -> jax.Array:
     return nnx.merge(graphdef, params).solve(x, solver=solver)[0]
 
 
@@ -255,23 +232,16 @@ def residuals(
     A batch is ``(x, labels)`` or ``(x, labels, key)``. ``adjoint_solver`` None means the settings of ``solver``. ``loss``
     gives the cotangent: `cross_entropy`, `mean_squared_error` or a function ``(outputs, y)`` of your own.
     """
-    return _residuals(nnx.graphdef(model), loss, params, batch, solver, adjoint_solver)
+    return _residuals(nnx.graphdef(model), loss, params, batch, {"solver": solver, "adjoint_solver": adjoint_solver})
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _residuals(
-    graphdef: nnx.GraphDef,
-    loss: Measure,
-    params: PyTree,
-    batch: Batch,
-    solver: Solver,
-    adjoint_solver: Solver | None,
+    graphdef: nnx.GraphDef, loss: Measure, params: PyTree, batch: Batch, solvers: Mapping[str, Solver | None]
 ) -> Residuals:
     model = nnx.merge(graphdef, params)
     x, y, keys = split_batch(batch)
-    solution, pullback = model.trunk.solve_vjp(
-        model.opening(x), **model.context_of(x), **keys, solver=solver, adjoint_solver=adjoint_solver
-    )
+    solution, pullback = model.trunk.solve_vjp(model.opening(x), **model.context_of(x), **keys, **solvers)
     cotangent = jax.grad(lambda y1: loss(model.closing(y1), y))(solution.y1)
     _, adjoint = pullback(cotangent)
     return Residuals(solution.stats, adjoint, _tree.norm(solution.y1), _tree.norm(cotangent))
@@ -284,17 +254,3 @@ def split_batch(batch: Batch) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
         raise TypeError(f"a batch must be (x, labels), or (x, labels, key) for a model with dropout; got {got}.")
     x, labels, *key = batch
     return x, labels, {"key": key[0]} if key else {}
-
-
-def check_labels(labels: jax.Array, logits: jax.Array) -> None:
-    """Refuse labels other than class numbers, one for each answer."""
-    shape, dtype = jnp.shape(labels), jnp.result_type(labels)
-    said = (
-        f"labels must be integers of shape {logits.shape[:-1]}, class numbers from 0 to {logits.shape[-1] - 1}; got {dtype} of "
-        f"shape {shape}"
-    )
-    if shape != logits.shape[:-1]:
-        hint = ", which looks one-hot. Take jnp.argmax(labels, axis=-1)" if shape == logits.shape else ""
-        raise ValueError(f"{said}{hint}.")
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(f"{said}. Take labels.astype(int).")

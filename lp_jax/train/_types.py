@@ -4,11 +4,9 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Stats
-from lp_jax.nn._solved import combined_stats, max_stacked, sum_stacked
 
 Batch: TypeAlias = PyTree
 
@@ -23,12 +21,8 @@ class Restart(NamedTuple):
 class TrainState(NamedTuple):
     """State of a run from step to step, and the content of a checkpoint.
 
-    Attributes:
-        step: number of steps done, an int32 scalar.
-        params: the model's parameters.
-        opt_state: the optimizer's state.
-        restart: guesses for the solves of the next step; None if each step begins anew. `one_shot` sets it.
-        control: decision of a `Controller`; None without one. `fit` sets it.
+    ``step`` is the number of steps done, an int32 scalar. `one_shot` sets ``restart``, guesses for the solves of the next step,
+    and `fit` sets ``control``, the decision of a `Controller`; None without them.
     """
 
     step: jax.Array
@@ -92,19 +86,3 @@ LossFn: TypeAlias = Callable[..., tuple[jax.Array, Info]]
 
 StepFn: TypeAlias = Callable[..., tuple[TrainState, Metrics]]
 """``step_fn(state, batch, solver, adjoint_solver)``; without solvers, the loss uses its own."""
-
-
-def combined_info(
-    info: Info, add: Callable[[PyTree], PyTree] = sum_stacked, largest: Callable[[PyTree], PyTree] = max_stacked
-) -> Info:
-    """Return the info of a batch from those of its parts; ``add`` and ``largest`` reduce over the parts, as for the stats."""
-    counts = info.correct, info.total, jnp.asarray(info.outside), jnp.asarray(info.scale) ** 2
-    correct, total, outside, square = add(counts)
-    return info._replace(
-        correct=correct,
-        total=total,
-        outside=outside,
-        scale=jnp.sqrt(square),
-        stats=combined_stats(info.stats, add, largest),
-        result=largest(info.result),
-    )

@@ -16,7 +16,7 @@ from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Solver
 from lp_jax.nn._refine import staying
-from lp_jax.train._line_search import Backtracking
+from lp_jax.train._lbfgs import Backtracking
 from lp_jax.train._nested import on_trunk
 from lp_jax.train._ranks import Ranks, total
 from lp_jax.train._step import finish_step, init_state, replicate_rest
@@ -27,6 +27,9 @@ _TRIAL = 1 / 3  # of a gradient: one evaluation of a layer forward, two back
 
 Point: TypeAlias = tuple[jax.Array, PyTree]
 """Value and gradient of an objective."""
+
+Visited: TypeAlias = tuple[PyTree, tuple[PyTree, ...], jax.Array | float, tuple[jax.Array | None, jax.Array | None]]
+"""Parameters, states of this level and those below, cost in gradients of the finest level, trials and failure of a search."""
 
 
 def mgopt(
@@ -96,7 +99,13 @@ def mgopt(
         _check.integer(name, number, least=least)
     for name, number in (("pre", pre), ("post", post)):
         _check.integer(name, number, least=0)
-    losses, params = zip(*map(loss, _networks(model, levels, factor)), strict=True)
+    on_trunk(model.trunk, lambda block: staying(block, block.num_layers))
+    networks = [model]
+    for _ in range(levels - 1):
+        coarse = nnx.clone(networks[-1])
+        coarse.trunk = on_trunk(coarse.trunk, functools.partial(nn.coarsen, factor=factor))
+        networks.append(coarse)
+    losses, params = zip(*map(loss, networks), strict=True)
     shapes = tuple(jax.tree.map(jnp.shape, each) for each in params)
     shared = optimizer, line_search, shapes, factor, pre, post, coarsest, functools.partial(total, ranks)
 
@@ -105,15 +114,11 @@ def mgopt(
         state: TrainState, batch: Batch, solver: Solver, adjoint_solver: Solver | None
     ) -> tuple[TrainState, Metrics]:
         fixed = [lambda params, solver, f=f: f(params, batch, solver, adjoint_solver) for f in losses]
-        cycle = _Cycle(fixed, solver, *shared)
-        at, info = cycle.at(0, optax.tree.zeros_like(state.params), state.params)
-        params, memory, spent, search = cycle.visit(
-            0, optax.tree.zeros_like(state.params), state.params, state.opt_state, at
-        )
+        cycle, v = _Cycle(fixed, solver, *shared), optax.tree.zeros_like(state.params)
+        at, info = cycle.at(0, v, state.params)
+        params, memory, spent, (trials, stuck) = cycle.visit(0, v, state.params, state.opt_state, at)
         after, metrics = finish_step(state._replace(params=params, opt_state=memory), *at, info, ranks)
-        if search is not None:
-            metrics = metrics._replace(trials=search[0], stuck=search[1])
-        return after, metrics._replace(gradients=jnp.float32(1) + spent)
+        return after, metrics._replace(trials=trials, stuck=stuck, gradients=jnp.float32(1) + spent)
 
     states = tuple(init_state(each, optimizer).opt_state for each in params)
     return step_fn, replicate_rest(init_state(params[0], optimizer)._replace(opt_state=states))
@@ -145,46 +150,35 @@ class _Cycle:
         """Bring parameters to a level: those of its layers change, all others stay."""
         return jax.tree.map(lambda x, shape: x if x.shape == shape else change(x), tree, self.shapes[level])
 
-    def update(self, params: PyTree, opt_state: PyTree, gradient: PyTree) -> tuple[PyTree, PyTree]:
-        updates, opt_state = self.optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
     def steps(
         self, level: int, v: PyTree, number: int, params: PyTree, opt_state: PyTree, at: Point
     ) -> tuple[PyTree, PyTree, Point]:
         """Take ``number`` steps of the optimizer, and evaluate the objective after each."""
 
         def body(_: jax.Array, carry: tuple[PyTree, PyTree, Point]) -> tuple[PyTree, PyTree, Point]:
-            params, opt_state, (_, gradient) = carry
-            params, opt_state = self.update(params, opt_state, gradient)
+            params, opt_state = self.step(*carry)
             return params, opt_state, self.at(level, v, params)[0]
 
         return lax.fori_loop(0, number, body, (params, opt_state, at))
 
-    def visit(
-        self, level: int, v: PyTree, params: PyTree, states: tuple[PyTree, ...], at: Point
-    ) -> tuple[PyTree, tuple[PyTree, ...], jax.Array | float, tuple[jax.Array, jax.Array] | None]:
-        """Improve the parameters of a level, given its objective ``at`` them.
+    def step(self, params: PyTree, opt_state: PyTree, at: Point) -> tuple[PyTree, PyTree]:
+        updates, opt_state = self.optimizer.update(at[1], opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
 
-        Returns the parameters, the states of this level and those below, the cost in gradients of the finest level, and the
-        number of trials of this level's line search with whether it failed.
-        """
+    def visit(self, level: int, v: PyTree, params: PyTree, states: tuple[PyTree, ...], at: Point) -> Visited:
+        """Improve the parameters of a level, given its objective ``at`` them."""
         own, below, cost = states[0], states[1:], self.factor**-level
         if not below:
-            params, own, (_, gradient) = self.steps(level, v, self.coarsest - 1, params, own, at)
-            params, own = self.update(params, own, gradient)
-            return params, (own,), (self.coarsest - 1) * cost, None
+            params, own = self.step(*self.steps(level, v, self.coarsest - 1, params, own, at))
+            return params, (own,), (self.coarsest - 1) * cost, (None, None)
         params, own, at = self.steps(level, v, self.pre, params, own, at)
         params, below, spent, search = self.correct(level, v, params, below, at)
         if self.post:
             at, _ = self.at(level, v, params)
-            params, own, (_, gradient) = self.steps(level, v, self.post - 1, params, own, at)
-            params, own = self.update(params, own, gradient)
+            params, own = self.step(*self.steps(level, v, self.post - 1, params, own, at))
         return params, (own, *below), spent + (self.pre + self.post) * cost, search
 
-    def correct(
-        self, level: int, v: PyTree, params: PyTree, states: tuple[PyTree, ...], at: Point
-    ) -> tuple[PyTree, tuple[PyTree, ...], jax.Array | float, tuple[jax.Array, jax.Array] | None]:
+    def correct(self, level: int, v: PyTree, params: PyTree, states: tuple[PyTree, ...], at: Point) -> Visited:
         """Add the correction by the coarser levels."""
         below, (before, fine) = level + 1, at
         restrict = functools.partial(nn.coarsen, factor=self.factor)
@@ -194,26 +188,15 @@ class _Cycle:
         v_below = optax.tree.sub(own, gradient)
         at = value - self.dot(v_below, start), gradient
         learnt, states, spent, _ = self.visit(below, v_below, start, states, at)
-        repeat = functools.partial(nn.refine, factor=self.factor)
-        direction = self.move(repeat, level, optax.tree.sub(learnt, start))
+        direction = self.move(functools.partial(nn.refine, factor=self.factor), level, optax.tree.sub(learnt, start))
         spent += self.factor**-below
         if self.line_search is None:
-            return optax.apply_updates(params, direction), states, spent, None
+            return optax.apply_updates(params, direction), states, spent, (None, None)
         solver = self.line_search.solver or self.solver
         slope = jnp.minimum(self.dot(fine, direction), 0)  # uphill, a plain decrease will do
 
         def value_at(params: PyTree) -> tuple[jax.Array, None]:
             return self.losses[level](params, solver)[0] - self.dot(v, params), None
 
-        params, _, trials, stuck = self.line_search.along(direction, params, before, slope, None, value_at)
+        params, _, trials, stuck = self.line_search.along(direction, params, before, slope, value_at)
         return params, states, spent + trials * _TRIAL * self.factor**-level, (trials, stuck)
-
-
-def _networks(model: nn.Classifier, levels: int, factor: int) -> Sequence[nn.Classifier]:
-    on_trunk(model.trunk, lambda block: staying(block, block.num_layers))
-    networks = [model]
-    for _ in range(levels - 1):
-        coarse = nnx.clone(networks[-1])
-        coarse.trunk = on_trunk(coarse.trunk, functools.partial(nn.coarsen, factor=factor))
-        networks.append(coarse)
-    return networks
