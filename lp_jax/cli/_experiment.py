@@ -20,8 +20,8 @@ from lp_jax.cli._problem import Settings
 from lp_jax.cli._task import Task
 from lp_jax.cli._workers import ONE_DEVICE, Place, holding
 from lp_jax.train import Log, TrainState, residuals
+from lp_jax.train._controller import gradient_error
 from lp_jax.train._log import Row, measured
-from lp_jax.train._probe import gradient_error
 from lp_jax.train._types import Batch, LossFn
 
 

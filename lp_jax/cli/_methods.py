@@ -20,8 +20,8 @@ from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._experiment import Experiment, Run, experiment
 from lp_jax.cli._launch import Launch
 from lp_jax.cli._problem import Settings
+from lp_jax.train._controller import gradient_error
 from lp_jax.train._log import flat
-from lp_jax.train._probe import gradient_error
 from lp_jax.train._types import Batch, StepFn
 
 _PROBES = 6  # of the gradient in a run, by default

@@ -32,18 +32,14 @@ def scale_by_lbfgs(memory_size: int = 10, *, ranks: Ranks | None = None) -> opta
     Here one message sums all inner products of an update, and the direction's coefficients depend on them only. The result is
     that of optax, to rounding. Use it for runs whose checkpoints move between ranks and one device or a mesh.
 
-    Args:
-        memory_size: number of steps that are kept.
-        ranks: as for `make_train_step`.
-
-    Raises:
-        ValueError: if ``memory_size`` is below 1.
+    ``memory_size`` is the number of steps that are kept; ``ranks`` as for `make_train_step`.
 
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from lp_jax import train
         >>> optimizer = optax.chain(train.scale_by_lbfgs(20, ranks=train.Ranks.grid()), optax.scale(-1.0))
         >>> params = {"trunk": jnp.ones(8)}
+        >>> line_search = train.Backtracking(trials=10)  # both for train.make_train_step, or train.one_shot
         >>> updates, state = optimizer.update({"trunk": 2 * params["trunk"]}, optimizer.init(params), params)
         >>> float(jnp.linalg.norm(updates["trunk"]))  # the first step has length 1 at most
         1.0
@@ -118,15 +114,6 @@ class Backtracking:
     Args:
         trials: largest number of step lengths to try: 1, 1/2, 1/4, ...
         solver: solver of the trials; None takes that of the step.
-
-    Raises:
-        ValueError: if ``trials`` is below 1.
-
-    Example:
-        >>> import optax
-        >>> from lp_jax import train
-        >>> optimizer = optax.chain(optax.scale_by_lbfgs(memory_size=20), optax.scale(-1.0))
-        >>> line_search = train.Backtracking(trials=10)  # both for train.make_train_step, or train.one_shot
 
     Reference:
         Nocedal, Wright, "Numerical Optimization", 2nd ed., algorithm 3.1.

@@ -82,9 +82,8 @@ def nested(
         The deepest network with its parameters, the training state, and the log.
 
     Raises:
-        ValueError: if a number of layers does not divide the next, the first is not the model's, or layers would have to
-            move between ranks.
-        TypeError: if the network cannot be refined.
+        ValueError: if the depths do not begin with the model's, one does not divide the next, or layers would change ranks.
+        TypeError: if the network has no `lp_jax.nn.LayerParallel` to refine.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -191,10 +190,7 @@ def deepen(
     replace it. A layer that is ``1 / factor`` as long has a gradient smaller by this factor, so a mean of gradients is divided by
     ``factor`` and a mean of squares by its square. Two updates with gradients of different size show which state is which. An
     optimizer that holds several arrays for a parameter, like L-BFGS, begins anew. ``how`` is that of `lp_jax.nn.refine`: with
-    "zeros" the time grows, and the mean gradient of new layers is zero. ``loss`` is that of `nested`, which has an example.
-
-    Raises:
-        TypeError: if the network has no `lp_jax.nn.LayerParallel` to refine.
+    "zeros" the time grows, and the mean gradient of new layers is zero. For ``loss``, errors and an example see `nested`.
     """
     deeper = nnx.clone(model)
     nnx.update(deeper, state.params)

@@ -32,16 +32,15 @@ def one_shot(
             passes ``guess`` and ``adjoint_guess`` of the `Restart` to `lp_jax.solve`, and returns ``Solution.trajectory`` as
             ``info.trajectory``. `classification` makes one.
         params: the model's parameters.
-        optimizer: any optax transformation. L-BFGS is ``optax.chain(optax.scale_by_lbfgs(), optax.scale(-1.0))``, on MPI ranks
-            with `lp_jax.train.scale_by_lbfgs`, and ``line_search=Backtracking()``, whose trials are forward solves.
+        optimizer: any optax transformation. L-BFGS, ``optax.chain(optax.scale_by_lbfgs(), optax.scale(-1.0))`` or that of
+            `lp_jax.train.scale_by_lbfgs`, goes with ``line_search=Backtracking()``, whose trials are forward solves.
         batch: the examples of all steps.
         solver: solver of the forward solves: ``Picard(sweeps=1)``, for example.
         adjoint_solver: solver of the adjoint solves; None means the settings of ``solver``.
         **options: ``line_search`` and ``ranks``, as for `make_train_step`.
 
     Returns:
-        ``(step_fn, state)``, for `fit`: ``fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=100, ...)``.
-        The state holds the trajectories of the solves, so checkpoints have them.
+        ``(step_fn, state)``, for `fit`. The state holds the trajectories of the solves, so checkpoints have them.
 
     Raises:
         ValueError: if ``loss_fn`` returns no trajectory.

@@ -32,7 +32,7 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
         The penalty, a scalar of the state's real dtype. Weights of a few hundredths are a good start for losses near 1.
 
     Raises:
-        ValueError: if ``sweeps`` is below 2, ``rtol`` is not within (0, 1), or the layers are spread over MPI ranks.
+        ValueError: also if the layers are spread over MPI ranks.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax

@@ -17,13 +17,12 @@ from lp_jax.train._types import Batch
 def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross_entropy) -> tuple[Problem, State]:
     """Return the problem of a classifier's layers, of the longest block, and the cotangent of its last state."""
     graphdef = nnx.graphdef(model)
-    parts = list(getattr(model.trunk, "parts", [model.trunk]))
-    lengths = [getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0 for part in parts]
-    longest = lengths.index(max(lengths))
 
-    def network(params: PyTree) -> tuple[Classifier, list[Any]]:
-        merged = nnx.merge(graphdef, params)
-        return merged, list(getattr(merged.trunk, "parts", [merged.trunk]))
+    def parts_of(model: Classifier) -> list[Any]:
+        return list(getattr(model.trunk, "parts", [model.trunk]))
+
+    lengths = [getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0 for part in parts_of(model)]
+    longest = lengths.index(max(lengths))
 
     def run(y: State, some: list[Any], context: dict[str, PyTree]) -> State:
         for part in some:
@@ -32,7 +31,8 @@ def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross
 
     @jax.jit
     def around(params: PyTree, x: PyTree, targets: PyTree, key: list[jax.Array]) -> tuple[State, PyTree, State]:
-        merged, parts = network(params)
+        merged = nnx.merge(graphdef, params)
+        parts = parts_of(merged)
         context = {**merged.context_of(x), **({"key": key[0]} if key else {})}
         y = run(merged.opening(x), parts[:longest], context)
         y1 = run(y, parts[longest : longest + 1], context)
@@ -41,7 +41,7 @@ def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross
 
     x, targets, *key = batch
     y, context, cotangent = around(params, x, targets, key)
-    return network(params)[1][longest].problem(y, **context), cotangent
+    return parts_of(nnx.merge(graphdef, params))[longest].problem(y, **context), cotangent
 
 
 def plan(model: Classifier, params: PyTree, batch: Batch, *, loss: Measure = cross_entropy, **options: Any) -> Plan:

@@ -64,10 +64,7 @@ class Ranks:
     def grid(comm: object = None, *, data: int = 1, trunk: str | tuple[str, ...] = "trunk") -> "Ranks":
         """Arrange the ranks of an mpi4py communicator, by default ``MPI.COMM_WORLD``, as a grid. All ranks must call this.
 
-        There are ``data`` copies of the network; each gets an equal part of every batch.
-
-        Raises:
-            ValueError: if ``data`` does not divide the number of ranks.
+        There are ``data`` copies of the network, a divisor of the number of ranks; each gets an equal part of every batch.
         """
         world = MPIComm(comm)
         layers, rest = divmod(world.size, data)
@@ -85,11 +82,7 @@ class Ranks:
         return self.world.rank == 0
 
     def local_batch(self, batch: Batch) -> Batch:
-        """Return this rank's examples of a batch, leaves ``(batch, ...)``.
-
-        Raises:
-            ValueError: if the batch cannot be split evenly.
-        """
+        """Return this rank's examples of a batch, leaves ``(batch, ...)``; ValueError if it cannot be split evenly."""
         copies, number = self.data.size, self.data.rank
 
         def leaf(x: jax.Array) -> jax.Array:

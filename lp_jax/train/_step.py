@@ -20,11 +20,9 @@ from lp_jax.train._types import Batch, Info, LossFn, Metrics, Restart, StepFn, T
 
 
 def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
-    """Return the state before the first step.
+    """Return the state before the first step; what the optimizer holds for a parameter gets the parameter's sharding.
 
-    Args:
-        params: the model's parameters; copied, as a training step takes the state's arrays for its results.
-        optimizer: any optax transformation. Its state of a parameter gets the parameter's sharding.
+    Parameters are copied, as a training step takes the state's arrays for its results.
     """
 
     def place(slot: jax.Array, param: jax.Array) -> jax.Array:

@@ -299,7 +299,7 @@ def grid(copies):
     import optax
 
     from lp_jax import train
-    from lp_jax.train._probe import gradient_error
+    from lp_jax.train._controller import gradient_error
 
     ranks = train.Ranks.grid(data=int(copies))
     n, width, batch = 12, 5, 8

@@ -22,8 +22,8 @@ from problems import machine
 import lp_jax
 from lp_jax import nn, train
 from lp_jax.train import _checkpoint
+from lp_jax.train._controller import gradient_error
 from lp_jax.train._log import flat, read_rows, unflat
-from lp_jax.train._probe import gradient_error
 from lp_jax.train._step import replicate_rest
 
 # optax's Adam raises floats to an integer step count

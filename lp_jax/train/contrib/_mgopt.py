@@ -55,41 +55,17 @@ def mgopt(
     so that its gradient at the start is that of the fine level, restricted. P repeats layers, R takes means of them.
     The change on the coarse level, :math:`P(\theta_H - R\theta)`, goes through ``line_search``.
 
-    Args:
-        model: the network, with its initial parameters; it is not changed.
-        optimizer: any optax transformation; each level has a state of its own, which it keeps from cycle to cycle.
-        levels: number of networks, including the fine one.
-        factor: number of layers that one layer of the next coarser network replaces.
-        pre: number of steps before a level's coarse correction.
-        post: number of steps after it.
-        coarsest: number of steps on the coarsest level. A schedule of learning rates counts the steps of its own level.
-        line_search: length of the coarse correction; None takes the whole correction.
-        loss: ``loss(model) -> (loss_fn, params)``, for the network of each level.
-        ranks: as for `lp_jax.train.make_train_step`.
+    There are ``levels`` networks. Each layer of one stands for ``factor`` layers of the next finer one; the shallowest takes
+    ``coarsest`` steps. Each level has a loss and parameters, ``loss(model)``, and a state of the optimizer, whose schedule counts
+    the steps of its level. ``line_search=None`` takes the whole correction. ``ranks`` as for `lp_jax.train.make_train_step`.
 
     Returns:
         ``(step_fn, state)``, for `lp_jax.train.fit`. All levels use the solvers of the step. ``Metrics.gradients`` counts the
         whole cycle in gradients of the fine network, a coarse one by its layers, a trial of a line search as a third.
 
     Raises:
-        ValueError: if a number is out of range, the layers cannot be divided that often, or layers would have to move between
-            MPI ranks.
+        ValueError: if a number is out of range, the layers cannot be divided that often, or would have to move between ranks.
         TypeError: if the network has no `lp_jax.nn.LayerParallel` with layers of its own.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax, optax
-        >>> from flax import nnx
-        >>> from lp_jax import nn, train
-        >>> from lp_jax.train import contrib
-        >>> rngs, solver = nnx.Rngs(0), lp_jax.Serial()
-        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs), 8, rngs=rngs)
-        >>> model = nn.Classifier(nn.DenseOpening((2,), 4, rngs=rngs), trunk, nn.DenseClosing((4,), 2, rngs=rngs))
-        >>> batch = jnp.eye(2), jnp.arange(2)
-        >>> step_fn, state = contrib.mgopt(model, optax.sgd(0.1), levels=3)
-        >>> state, log = train.fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=10, solver=solver)
-        >>> first, *_, last = log.of("train")
-        >>> last["loss"] < first["loss"], first["gradients"]
-        (True, 5.5)
 
     References:
         Nash, "A multigrid approach to discretized optimization problems", Optimization Methods and Software 14 (2000);
