@@ -83,15 +83,10 @@ def test_the_optimizer_goes_on_as_if_the_network_had_always_been_deep(name, fact
         np.stack([state.params["trunk"]["layers"]["inner"]["kernel"][0]] * factor),
     )
 
-    def slots(opt_state, params):
-        found = []
-        train._step.map_slots(lambda slot, _: found.append(slot), opt_state, params)
-        return found
-
     degrees = {"momentum": [1], "RMSprop": [2]}.get(name, [1, 2])
-    before, after = slots(state.opt_state, state.params), slots(deeper.opt_state, deeper.params)
+    before, after = (train._nested._slots(each.opt_state, each.params) for each in (state, deeper))
     count = len(before) // len(degrees)
-    for i, (a, b) in enumerate(zip(before, after, strict=True)):
+    for i, ((a, _), (b, _)) in enumerate(zip(before, after, strict=True)):
         power = factor ** degrees[i // count]
         wanted = a if a.shape == b.shape else np.repeat(a, factor, axis=0) / power
         np.testing.assert_allclose(b, wanted, rtol=1e-14)
@@ -131,7 +126,7 @@ def test_blocks_are_refined_and_buffers_are_not():
     assert np.isfinite(gradient(deep, deeper.params)["opening"]["linear"]["kernel"]).all()
     network.trunk = nn.Network(lambda y: y)
     state = trained(network, OPTIMIZERS["Adam"], steps=0)
-    with pytest.raises(TypeError, match=r"LayerParallel.*Network"):
+    with pytest.raises(TypeError, match=r"LayerParallel.*Network.*recurrent network"):
         train.deepen(network, state, OPTIMIZERS["Adam"])
 
 

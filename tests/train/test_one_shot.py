@@ -199,23 +199,17 @@ def test_a_line_search_that_fails_keeps_the_step_before_and_says_so():
 def test_line_searches_of_optax_work_too():
     (params, batch, loss_fn), optimizer = growth(2.5), optax.lbfgs()
     step_fn, state = train.make_train_step(loss_fn, optimizer), train.init_state(params, optimizer)
-    state, log = train.fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=8, solver=lp_jax.Serial())
-    assert log.rows[-1]["loss"] < 1e-8
+    for _ in range(8):
+        state, metrics = step_fn(state, batch, lp_jax.Serial(), None)
+    assert metrics.loss < 1e-8
 
 
 def test_lbfgs_of_spread_parameters_goes_the_way_of_optax():
     """Two halves of each vector, of which only inner products are put together, beside whole vectors."""
     target = np.random.default_rng(0).normal(size=(6, 2))
-
-    def gradient(x):
-        return np.sinh(x - target) * np.arange(1.0, 7)[:, None]
-
-    def halved(x):
-        return {"a": x[:3], "b": x[3:]}
-
-    def joined(parts):
-        return np.concatenate([parts["a"], parts["b"]])
-
+    gradient = lambda x: np.sinh(x - target) * np.arange(1.0, 7)[:, None]  # noqa: E731
+    halved = lambda x: {"a": x[:3], "b": x[3:]}  # noqa: E731
+    joined = lambda parts: np.concatenate([parts["a"], parts["b"]])  # noqa: E731
     whole, halves = optax.scale_by_lbfgs(memory_size=3), train.scale_by_lbfgs(3)
     x = y = np.zeros((6, 2))
     memory, memories = whole.init(x), halves.init(halved(y))

@@ -113,12 +113,8 @@ def test_a_scan_and_modules_take_guesses():
     wanted = jax.jit(jax.grad(lambda y: jnp.sum(jax.lax.scan(body, y, w)[0] ** 2)))(y)
     np.testing.assert_allclose(first, wanted, rtol=1e-10)
 
-    @nnx.jit
-    def modules():
-        layer = lambda rngs: nn.DenseResidual(4, rngs=rngs, param_dtype=F64)  # noqa: E731
-        return nn.LayerParallel(layer, 10, rngs=nnx.Rngs(0)), nn.GRU(3, 4, rngs=nnx.Rngs(0), param_dtype=F64)
-
-    trunk, gru = modules()
+    layer = lambda rngs: nn.DenseResidual(4, rngs=rngs, param_dtype=F64)  # noqa: E731
+    trunk, gru = nn.LayerParallel(layer, 10, rngs=nnx.Rngs(0)), nn.GRU(3, 4, rngs=nnx.Rngs(0), param_dtype=F64)
     network = nn.Network(trunk, lambda y: 2 * y, trunk)
 
     def through(guesses):

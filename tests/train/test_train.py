@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import chex
 import jax
@@ -170,21 +171,19 @@ def test_fit_is_the_plain_loop(state):
     np.testing.assert_allclose(rows[-1]["time"], sum(times))
 
 
-def test_measures_come_when_they_are_due(state):
+def test_measures_and_checkpoints_come_when_they_are_due(state, tmp_path):
     seen = []
 
     def measure(state, batch):
         seen.append(int(state.step))
         return {"value": 2 * int(state.step)}
 
-    _, log = run(state, 3, measures=[train.Every("test", 4, measure)])
+    with checkpoints(tmp_path, keep=2) as saved:
+        measures = [train.Every("test", 4, measure)]
+        _, log = run(state, 3, measures=measures, checkpoints=saved, checkpoint_every=4)
     assert seen == [1, 4, 8, 9]
     assert [(row["step"], row["value"]) for row in log.of("test")] == [(1, 2), (4, 8), (8, 16), (9, 18)]
-
-
-def test_wrong_number_of_batches_is_refused(state):
-    with pytest.raises(ValueError, match=r"batches\(0\) gave 3 batches; steps_per_epoch is 4"):
-        run(state, 1, steps_per_epoch=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["8", "9"]
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -214,42 +213,20 @@ def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(state, tmp_path):
     assert timeless(read_rows(path)) == timeless(read_rows(tmp_path / "whole.jsonl"))
 
 
-def test_checkpoints_come_when_they_are_due_and_old_ones_go(state, tmp_path):
-    with checkpoints(tmp_path, keep=2) as saved:
-        run(state, 3, checkpoints=saved, checkpoint_every=4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["8", "9"]
-
-
-@pytest.fixture(scope="module")
-def saved_run(tmp_path_factory):
-    """A folder with one checkpoint."""
-    folder = tmp_path_factory.mktemp("saved")
-    with checkpoints(folder) as saved:
-        saved.save(train.init_state(initial_params(), OPTIMIZER))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("config", "width", "difference"),
-    [
-        ({"layers": 32, "seed": 0}, WIDTH, "layers is 16 there and 32 here"),
-        ({"layers": LAYERS, "seed": 0, "norm": "layer"}, WIDTH, "norm is None there and 'layer' here"),
-        ({"layers": LAYERS}, WIDTH, "seed is 0 there and None here"),
-        ({"layers": LAYERS, "seed": 0}, 4, r"params/closing is float64\[3, 1\] there and float64\[4, 1\] here"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused(state, saved_run, config, width, difference):
-    other = {"trunk": state.params["trunk"], "closing": jnp.zeros((width, 1))}
-    with checkpoints(saved_run, config) as saved, pytest.raises(train.CheckpointError, match=difference) as caught:
-        saved.restore(train.init_state(other, OPTIMIZER))
-    assert "\n" not in str(caught.value)
-
-
-def flip(path, place):
-    """Change one bit of a file."""
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
+def test_a_checkpoint_of_another_model_is_refused(state, tmp_path):
+    config = {"layers": LAYERS, "seed": 0}
+    wider = train.init_state(state.params | {"closing": jnp.zeros((4, 1))}, OPTIMIZER)
+    with checkpoints(tmp_path) as saved:
+        saved.save(state)
+    for other, template, difference in (
+        (config | {"layers": 32}, state, "layers is 16 there and 32 here"),
+        (config | {"norm": "layer"}, state, "norm is None there and 'layer' here"),
+        ({"layers": LAYERS}, state, "seed is 0 there and None here"),
+        (config, wider, r"params/closing is float64\[3, 1\] there and float64\[4, 1\] here"),
+    ):
+        with checkpoints(tmp_path, other) as saved, pytest.raises(train.CheckpointError, match=difference) as caught:
+            saved.restore(template)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.fixture
@@ -273,7 +250,9 @@ def test_one_flipped_bit_never_restores_other_numbers(two_saved, tmp_path, caplo
         for part in (0.1, 0.5, 0.9):
             damaged = tmp_path / f"{len(refused)} {part} {name.name}"
             shutil.copytree(folder, damaged)
-            flip(damaged / name, int(part * (damaged / name).stat().st_size))
+            content = bytearray((folder / name).read_bytes())
+            content[int(part * len(content))] ^= 1
+            (damaged / name).write_bytes(content)
             with checkpoints(damaged) as saved:
                 try:
                     same(saved.restore(newest), newest)
@@ -310,19 +289,17 @@ def test_reads_that_did_not_end_are_collected_in_silence(two_saved, tmp_path, mo
 @pytest.mark.parametrize(
     ("file", "change"),
     [
-        (
-            "_CHECKPOINT_METADATA",
-            lambda path: path.write_text(path.read_text().replace('"layers": 16', '"layers": 17')),
-        ),
-        ("_CHECKPOINT_METADATA", lambda path: path.write_text(path.read_text().replace("float64", "float32", 1))),
-        ("_CHECKPOINT_METADATA", lambda path: path.write_text("")),
-        ("state/_METADATA", lambda path: path.write_text("")),
-        ("state/manifest.ocdbt", lambda path: path.unlink()),
+        ("_CHECKPOINT_METADATA", lambda text: text.replace('"layers": 16', '"layers": 17')),
+        ("_CHECKPOINT_METADATA", lambda text: text.replace("float64", "float32", 1)),
+        ("_CHECKPOINT_METADATA", lambda text: ""),
+        ("state/_METADATA", lambda text: ""),
+        ("state/manifest.ocdbt", None),
     ],
 )
 def test_the_checkpoint_before_a_damaged_one_is_restored_only_if_that_is_asked_for(two_saved, file, change):
     folder, (first, newest) = two_saved
-    change(folder / "2" / file)
+    path = folder / "2" / file
+    path.unlink() if change is None else path.write_text(change(path.read_text()))
     with checkpoints(folder) as saved, pytest.raises(train.CheckpointError) as caught:
         saved.restore(newest)
     text = str(caught.value)
@@ -335,8 +312,7 @@ def test_the_checkpoint_before_a_damaged_one_is_restored_only_if_that_is_asked_f
         assert saved.latest == 2
     with checkpoints(folder) as saved:
         same(saved.restore(first), newest)
-    flip_all = [path for step in "12" for path in (folder / step).rglob("*") if path.is_file()]
-    for path in flip_all:
+    for path in filter(Path.is_file, folder.rglob("*")):
         path.write_bytes(b"")
     with checkpoints(folder, skip_damaged=True) as saved, pytest.raises(train.CheckpointError, match="none before it"):
         saved.restore(first)
@@ -361,9 +337,8 @@ def test_an_interruption_or_a_lack_of_memory_is_no_damage(two_saved, cause, monk
 def test_a_checkpoint_that_is_damaged_for_one_process_only_is_not_set_aside(two_saved, monkeypatch):
     """The others wait in orbax for the process that failed: it ends with a message instead of waiting, too."""
     folder, (_, newest) = two_saved
-    for path in (folder / "2" / "state").rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"")
+    for path in filter(Path.is_file, (folder / "2" / "state").rglob("*")):
+        path.write_bytes(b"")
 
     def nobody_comes(**_):
         raise RuntimeError("DEADLINE_EXCEEDED")
@@ -741,6 +716,7 @@ X, LABELS = np.ones((10, 4), np.float32), np.arange(10, dtype=np.int32) % 3
         ({"batch": {"x": X, "y": LABELS}}, TypeError, "got a dict of 2"),
         ({"solver": lp_jax.MGRIT}, TypeError, r"Call it: MGRIT\(\), not MGRIT"),
         ({"adjoint_solver": lp_jax.MGRIT}, TypeError, r"adjoint_solver must be a solver"),
+        ({"steps_per_epoch": 4}, ValueError, r"batches\(0\) gave 1 batches; steps_per_epoch is 4"),
         ({"steps_per_epoch": 0}, ValueError, "steps_per_epoch must be at least 1; got 0"),
         ({"log_every": 0}, ValueError, "log_every must be at least 1"),
         ({"loss": lambda params, batch: 0.0}, TypeError, r"called as loss_fn\(params, batch, solver, adjoint_solver\)"),
