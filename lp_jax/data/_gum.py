@@ -18,11 +18,10 @@ _UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM
 
 
 class Sentence(NamedTuple):
-    """Words, their parts of speech and features as in the file, and the comment ``# text``, or the words joined by spaces."""
+    """Words, their parts of speech, and the comment ``# text``, or the words joined by spaces."""
 
     words: tuple[str, ...]
     upos: tuple[str, ...]
-    feats: tuple[str, ...]
     text: str
 
 
@@ -45,8 +44,8 @@ def read_conllu(path: Path) -> list[Sentence]:
                     raise wrong(place, got, "10 columns and a word in the second")
                 if token["upos"] not in _UPOS.split():
                     raise wrong(place, f"part of speech {token['upos']!r} of {token['form']!r}", f"one of {_UPOS}")
-            form, upos, feats = (tuple(token[column] for token in words) for column in ("form", "upos", "feats"))
-            sentences.append(Sentence(form, upos, feats, tokens.metadata.get("text") or " ".join(form)))
+            form, upos = (tuple(token[column] for token in words) for column in ("form", "upos"))
+            sentences.append(Sentence(form, upos, tokens.metadata.get("text") or " ".join(form)))
     if not sentences:
         raise wrong(path, "no sentence in the whole file", "at least one")
     return sentences
@@ -94,7 +93,6 @@ class Tagging(NamedTuple):
     test: Sequences
     tags: tuple[str, ...]
     vocabularies: tuple[tuple[str, ...], ...]
-    unseen: dict[str, int]
     test_words: list[tuple[str, ...]]
 
     @property
@@ -108,14 +106,8 @@ class Tagging(NamedTuple):
         return tuple(map(len, self.vocabularies))
 
 
-def gum(
-    folder: str | os.PathLike[str],
-    task: str = "upos",
-    *,
-    min_count: int = 2,
-    max_length: int | None = None,
-) -> Tagging:
-    """Load GUM, or another treebank of Universal Dependencies, as a problem of tagging words.
+def gum(folder: str | os.PathLike[str], *, min_count: int = 2, max_length: int | None = None) -> Tagging:
+    """Load GUM, or another treebank of Universal Dependencies, to tag words with their parts of speech.
 
     The folder has one file each whose name ends in ``-train.conllu``, ``-dev.conllu`` and ``-test.conllu``, plain or
     gzipped with ``.gz`` at its end. Each word has four numbers:
@@ -132,21 +124,18 @@ def gum(
 
     Args:
         folder: folder of the files.
-        task: "upos" for parts of speech, or "feats" for morphological features, where each combination is a tag.
         min_count: smallest number of occurrences in training for a word, a prefix or a suffix of the vocabulary.
-        max_length: length of the longest sentence that a model takes. Longer ones are split into parts of this length, the
-            last one shorter. None leaves sentences whole.
+        max_length: longer sentences are split into parts of this length, the last one shorter. None leaves them whole.
 
     Returns:
-        A named tuple. ``train``, ``dev`` and ``test`` are for `bucketed`: inputs ``(words, 4)`` and labels ``(words,)``, int32.
-        ``tags`` are the names of the ``classes`` labels. ``vocabularies`` are the entries of each column by number, and ``sizes``
-        their numbers. ``unseen`` counts the words of each split whose tag does not occur in training; their labels are -1.
-        ``test_words`` are the words of the held-out sentences.
+        A named tuple. ``train``, ``dev`` and ``test`` are for `bucketed`: inputs ``(words, 4)`` and labels ``(words,)``, int32,
+        -1 for a tag that does not occur in training. ``tags`` are the names of the ``classes`` labels. ``vocabularies`` are the
+        entries of each column, and ``sizes`` their numbers. ``test_words`` are the words of the held-out sentences.
 
     Raises:
         ModuleNotFoundError: if conllu is not installed.
         DataError: if files are missing or malformed, or a part of speech is none of Universal Dependencies' 17.
-        ValueError: if ``task`` is unknown, or a count is below 1.
+        ValueError: if a count is below 1.
         TypeError: if a count is not an integer.
 
     Example:
@@ -163,14 +152,13 @@ def gum(
         Zeldes, "The GUM corpus: creating multilayer resources in the classroom", Language Resources and Evaluation 51
         (2017); the format: https://universaldependencies.org/format.html
     """
-    _check.one_of("task", task, ("upos", "feats"))
     _check.integer("min_count", min_count, least=1)
     if max_length is not None:
         _check.integer("max_length", max_length, least=1)
     sentences = {split: read_conllu(_find(Path(folder), split)) for split in ("train", "dev", "test")}
     known = vocabularies((word for sentence in sentences["train"] for word in sentence.words), min_count)
     ids = [{entry: number for number, entry in enumerate(entries)} for entries in known]
-    tags = tuple(sorted({tag for sentence in sentences["train"] for tag in getattr(sentence, task)}))
+    tags = tuple(sorted({tag for sentence in sentences["train"] for tag in sentence.upos}))
     numbers = {tag: number for number, tag in enumerate(tags)}
 
     def row(word: str) -> tuple[int, ...]:
@@ -178,18 +166,17 @@ def gum(
         number = ids[3][kind]  # an unknown word has the number of its shape
         return ids[0].get(word, number), ids[1].get(suffix, 1), ids[2].get(prefix, 1), number
 
-    def pieces(found: list[Sentence], column: str) -> list[tuple[str, ...]]:
-        whole, longest = (getattr(sentence, column) for sentence in found), max_length or sys.maxsize
+    def pieces(whole: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        longest = max_length or sys.maxsize
         return [entries[start : start + longest] for entries in whole for start in range(0, len(entries), longest)]
 
-    parts = {}
+    parts, words = {}, {}
     for split, found in sentences.items():
-        x = [np.array(list(map(row, piece)), np.int32) for piece in pieces(found, "words")]
-        y = [np.array([numbers.get(tag, UNLABELLED) for tag in piece], np.int32) for piece in pieces(found, task)]
-        parts[split] = Sequences(x, y)
-    unseen = {split: sum(int(np.sum(y == UNLABELLED)) for y in part.y) for split, part in parts.items()}
-    words = pieces(sentences["test"], "words")
-    return Tagging(**parts, tags=tags, vocabularies=tuple(known), unseen=unseen, test_words=words)
+        words[split] = pieces(sentence.words for sentence in found)
+        x = [np.array(list(map(row, piece)), np.int32) for piece in words[split]]
+        labels = [[numbers.get(tag, UNLABELLED) for tag in piece] for piece in pieces(s.upos for s in found)]
+        parts[split] = Sequences(x, [np.array(piece, np.int32) for piece in labels])
+    return Tagging(**parts, tags=tags, vocabularies=tuple(known), test_words=words["test"])
 
 
 def _find(folder: Path, split: str) -> Path:

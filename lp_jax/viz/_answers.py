@@ -79,9 +79,9 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
         raise ValueError(
             f"truth and answers must have one shape, (samples,) or (samples, values); got {truth.shape} and {answers.shape}."
         )
-    columns = list(zip(truth.reshape(len(truth), -1).T, answers.reshape(len(truth), -1).T, strict=True))
-    errors, spreads = np.sqrt(np.mean((answers - truth) ** 2, axis=0)).ravel(), np.std(truth, axis=0).ravel()
-    count = min(len(columns), _MOST_PANELS)
+    truth, answers = truth.reshape(len(truth), -1), answers.reshape(len(truth), -1)
+    errors, spreads = np.sqrt(np.mean((answers - truth) ** 2, axis=0)), np.std(truth, axis=0)
+    count = min(len(errors), _MOST_PANELS)
     single, worse = count == 1, int(np.sum((errors >= spreads) & (errors > 0)))
     title = f"Typical error {errors[0]:.2g}; values spread by {spreads[0]:.2g}" if single else "Answers"
     if not single and (known := spreads > 0).any():
@@ -89,11 +89,11 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
         ends = dict.fromkeys(f"{share:.2g}" for share in (shares.min(), shares.max()))
         title = f"Typical errors are {' to '.join(ends)} of how far values spread"
     if worse:
-        title += ":\nno better than always answering the mean" + (
-            "" if single else f", for {worse} of {len(columns)} values"
-        )
+        title += ":\nno better than always answering the mean"
+        title += "" if single else f", for {worse} of {len(errors)} values"
     fig = figure(title, width=6.5 if single else 4.8 * count, height=6.5 if single else 5.2)
-    for number, (ax, (t, a)) in enumerate(zip(fig.subplots(1, count, squeeze=False)[0], columns, strict=False)):
+    for number, ax in enumerate(fig.subplots(1, count, squeeze=False)[0]):
+        t, a = truth[:, number], answers[:, number]
         line = [float(np.nanmin([t, a])), float(np.nanmax([t, a]))]
         ax.plot(line, line, **DASHED)
         ax.plot(t, a, "o", color=BLUE, markersize=4, alpha=min(1.0, 30 / np.sqrt(len(t))), markeredgewidth=0)

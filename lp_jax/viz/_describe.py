@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 from lp_jax._solvers._coarse_step import CoarseStep, Identity
 from lp_jax._solvers._elementwise import Elementwise
@@ -87,20 +87,17 @@ def _(solver: Serial | Elementwise, layers: int) -> Described:
     return Described(f"{layers} layers one after another: serial propagation", "exact, and the baseline")
 
 
-@functools.singledispatch
-def variants(solver: Solver) -> dict[str, Solver]:
-    """Return the solvers, by name, that a picture of the gradient's error compares."""
-    return {type(solver).__name__: solver}
-
-
-@variants.register
-def _(solver: MGRIT) -> dict[str, Solver]:
+def variants(solver: Any) -> dict[str, Solver]:
+    """Return the solvers, by name, that a picture of the gradient's error compares: of one with a coarse step, others."""
+    own: CoarseStep | None = getattr(solver, "coarse_step", None)
+    if own is None:
+        return {type(solver).__name__: solver}
     others: dict[str, CoarseStep] = {
         "injection": Rediscretize(params="inject"),
         "mean of parameters": Rediscretize(params="mean"),
         "1 Picard sweep": Picard(sweeps=1),
         "2 Picard sweeps": Picard(sweeps=2),
     }
-    if solver.coarse_step not in others.values():
-        others["this run's coarse step"] = cast(CoarseStep, solver.coarse_step)
+    if own not in others.values():
+        others["this run's coarse step"] = own
     return {name: dataclasses.replace(solver, coarse_step=step) for name, step in others.items()}

@@ -3,7 +3,7 @@
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,21 +18,7 @@ from lp_jax.planning._schedule import count
 from lp_jax.planning._words import differences, iteration_name, numbered
 from lp_jax.viz._describe import describe
 from lp_jax.viz._schedule import COLOURS
-from lp_jax.viz._style import (
-    BLUE,
-    GREY,
-    INK,
-    LABEL,
-    NOTE,
-    RED,
-    SKY,
-    bracket,
-    dress,
-    figure,
-    legend,
-    note,
-    whole_numbers,
-)
+from lp_jax.viz._style import BLUE, GREY, INK, LABEL, NOTE, RED, bracket, dress, figure, legend, note, whole_numbers
 
 _MOST_POINTS = 36  # of the finest level that are drawn in a row
 
@@ -60,16 +46,16 @@ def hierarchy(solver: Solver, num_layers: int, *, t1: float = 1.0, adjoint_solve
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
     solver = solver.resolve(num_layers)
     title, text, levels, stops = describe(solver, num_layers)
-    if not stops:
-        known = batches(solver, num_layers)
-        fig = figure(title, width=12, height=min(6.5, 3.0 + 0.4 * len(known)))
-        _draw_batches(fig.subplots(), known, num_layers, "at most " if solver.has_tolerance else "")
-        text = f"{text[:1].upper()}{text[1:]}." if text else ""
-    else:
+    if stops:
         fig = figure(title, width=12, height=3.2 + 1.6 * len(levels))
         route, grid = fig.subplots(2, 1, height_ratios=[1.6 + len(levels), 1.0 * len(levels)])
         _draw_path(route, stops, len(levels), solver)
         _draw_grid(grid, levels, t1 / num_layers)
+    else:
+        known = batches(solver, num_layers)
+        fig = figure(title, width=12, height=min(6.5, 3.0 + 0.4 * len(known)))
+        _draw_batches(fig.subplots(), known, num_layers, "at most " if solver.has_tolerance else "")
+        text = f"{text[:1].upper()}{text[1:]}." if text else ""
     note(fig, text, _adjoint_note(solver, adjoint_solver))
     return fig
 
@@ -100,12 +86,11 @@ def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
         _row_label(ax, level, f"level {level}\n{steps} steps, dt {'=' if layers % span == 0 else '≤'} {dt * span:.4g}")
         if end < layers:
             ax.text(1.02 * end, -level, "···", ha="left", va="center", fontsize=18, color=GREY)
-    ax.set_xlim(-0.6, (1.05 if end < layers else 1) * end + 0.6)
-    ax.set_ylim(-last - 0.3, 0.3)
-    ax.axis("off")
-    if last > 0:
-        handles = [ax.scatter([], [], label=kind, **style | {"s": 80}) for kind, style in kinds.items()]
-        legend(ax, "above", handles=handles, ncols=3)
+    ax.set(xlim=(-0.6, (1.05 if end < layers else 1) * end + 0.6), ylim=(-last - 0.3, 0.3))
+    ax.set_axis_off()
+    for kind, look in kinds.items():
+        ax.scatter([], [], label=kind, **look | {"s": 80})
+    legend(ax, "above", ncols=3)
 
 
 def _row_label(ax: Axes, level: int, text: str) -> None:
@@ -120,7 +105,10 @@ def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> 
     for i, stop in enumerate(stops):
         solved = stop.label == "solve"
         ax.scatter([i], [-stop.level], s=200, color=INK if solved else BLUE, marker="D" if solved else "o", zorder=3)
-        text = _words_of(stop.label, last=i == len(stops) - 1) if len(stops) <= _MOST_WORDS else stop.label
+        text = stop.label
+        if len(stops) <= _MOST_WORDS:
+            text = "coarse solve" if solved else f"{text}-relaxation" if set(text) <= {"F", "C"} else text
+            text = "final sweep" if i == len(stops) - 1 else text
         place = {"textcoords": "offset points", **_label_place(stops, i)}
         ax.annotate(text, (i, -stop.level), fontsize=LABEL, color=INK, **place)
     starts = [i for i, stop in enumerate(stops) if stop.iteration is not None]
@@ -133,23 +121,16 @@ def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> 
     if more:
         rest = f"···  {solver.iterations}\niterations"
         ax.text(len(stops) - 0.6, -(levels - 1) / 2, rest, va="center", fontsize=NOTE, color=GREY)
-    ax.set_xlim(-0.7, max(len(stops), 4) - 0.3 + more)
-    ax.set_ylim(-levels + 0.45, 1.05)
-    ax.axis("off")
-    handles = [ax.plot([], [], **style)[0] for style in (_DOWN, _UP)]
-    names = ["down: states and residuals are restricted", "up: states are corrected"]
-    legend(ax, "above", handles=handles, labels=names, ncols=2)
+    ax.set(xlim=(-0.7, max(len(stops), 4) - 0.3 + more), ylim=(-levels + 0.45, 1.05))
+    ax.set_axis_off()
+    ax.plot([], [], label="down: states and residuals are restricted", **_DOWN)
+    ax.plot([], [], label="up: states are corrected", **_UP)
+    legend(ax, "above", ncols=2)
 
 
 _MOST_WORDS = 9  # stops that are labelled in words
 _DOWN: dict[str, Any] = {"color": BLUE, "linewidth": 2.4}
 _UP: dict[str, Any] = {"color": RED, "linewidth": 2.4, "linestyle": (0, (4, 1.5))}
-
-
-def _words_of(label: str, *, last: bool) -> str:
-    if last:
-        return "final sweep"
-    return "coarse solve" if label == "solve" else f"{label}-relaxation" if set(label) <= {"F", "C"} else label
 
 
 def _label_place(stops: Sequence[Stop], i: int) -> dict[str, Any]:
@@ -162,45 +143,33 @@ def _label_place(stops: Sequence[Stop], i: int) -> dict[str, Any]:
     return {"xytext": (11, 6 if after > level else -6), "ha": "left", "va": "bottom" if after > level else "top"}
 
 
-class _Batch(NamedTuple):
-    """Layers that are evaluated at the same time, in the forward solve."""
-
-    first: int
-    layers: int
-    phase: str
-
-
-def batches(solver: Solver, layers: int) -> list[_Batch]:
-    """Return the batches of a solve on one device, one after the other."""
+def batches(solver: Solver, layers: int) -> list[tuple[int, int, str]]:
+    """Return the batches of a solve on one device, one after the other: first layer, number of layers, phase."""
     drawn = []
     for event in count(solver, layers, kept=solver.keeps_states).events:
         starts = range(0, layers if event.in_turn else 1, event.layers)
         for first in starts:
-            batch = _Batch(first, min(event.layers, layers - first), event.phase)
-            drawn += [batch] * (event.times // len(starts))
+            drawn += [(first, min(event.layers, layers - first), event.phase)] * (event.times // len(starts))
     return drawn
 
 
-def _draw_batches(ax: Axes, every: Sequence[_Batch], layers: int, most: str) -> None:
-    alike = len(every) > 2 * _MOST_ALIKE and all(batch.layers == layers for batch in every)
+def _draw_batches(ax: Axes, every: Sequence[tuple[int, int, str]], layers: int, most: str) -> None:
+    alike = len(every) > 2 * _MOST_ALIKE and all(batch == (0, layers, batch[2]) for batch in every)
     shown = [*every[: _MOST_ALIKE - 1], every[-1]] if alike else every
     gap = 0.06 if len(shown) <= 32 else 0.0
     times = [*range(len(shown) - 1), len(shown) - 1 + alike]  # room for the ones left out, before the last
-    for now, batch in zip(times, shown, strict=True):
-        place = [(batch.first, batch.layers)], (now + gap, 1 - 2 * gap)
-        ax.broken_barh(*place, facecolor=COLOURS.get(batch.phase, SKY), linewidth=0, zorder=2)
-    if alike:
-        rest = f"···  {most}{len(every) - len(shown)} more, like these"
-        ax.text(layers / 2, times[-2] + 1.5, rest, ha="center", va="center", fontsize=LABEL, color=GREY)
-    ax.set_xlim(0, layers)
-    ax.set_ylim(times[-1] + 1, 0)
+    for now, (first, number, phase) in zip(times, shown, strict=True):
+        ax.broken_barh([(first, number)], (now + gap, 1 - 2 * gap), facecolor=COLOURS[phase], linewidth=0, zorder=2)
+    ax.set(xlim=(0, layers), ylim=(times[-1] + 1, 0))
     dress(ax, x="layer", y="time, in evaluations\nthat wait for each other")
     whole_numbers(ax.xaxis)
     whole_numbers(ax.yaxis)
     if alike:
+        rest = f"···  {most}{len(every) - len(shown)} more, like these"
+        ax.text(layers / 2, times[-2] + 1.5, rest, ha="center", va="center", fontsize=LABEL, color=GREY)
         ax.set_yticks([])
-    phases = dict.fromkeys(batch.phase for batch in shown)
-    handles = [Patch(color=COLOURS.get(phase, SKY), label=_PLAIN.get(phase, phase)) for phase in phases]
+    phases = dict.fromkeys(phase for *_, phase in shown)
+    handles = [Patch(color=COLOURS[phase], label=_PLAIN.get(phase, phase)) for phase in phases]
     legend(ax, "above", handles=handles, ncols=len(handles))
 
 

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from lp_jax.planning._words import numbered
 from lp_jax.train._divergence import convergence_warning
 from lp_jax.train._log import unflat
 from lp_jax.viz._style import DASHED, INK, dress, figure, legend, line_style, logarithmic, note, number, whole_numbers
@@ -30,22 +31,26 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
         >>> [ax.get_ylabel() for ax in viz.curves({"serial": rows}).axes]
         ['training loss', 'test accuracy']
     """
-    losses = _losses(runs)
+    window, losses = _losses(runs)
     of_classes = any(np.isfinite(_columns(rows, "test", "accuracy")[1]).any() for rows in runs.values())
     score, shown = ("accuracy", "{:.1%}") if of_classes else ("loss", "{:.3g}")
     tests = {name: _columns(rows, "test", score) for name, rows in runs.items()}
-    final = {name: float(scores[-1]) if scores.size else None for name, (_, scores) in tests.items()}
-    fig = figure(_curves_title(final, score, shown))
+    final = {name: shown.format(scores[-1]) for name, (_, scores) in tests.items() if scores.size}
+    title = "Training"
+    if final:
+        (first, best), *others = final.items()
+        reached = f"{best} test accuracy" if of_classes else f"a test loss of {best}"
+        ends = (f", {name} {value}" for name, value in others)
+        title = "".join([f"{first.capitalize()} training reaches {reached}", *ends])
+    fig = figure(title)
     loss_ax, test_ax = fig.subplots(1, 2)
-    smooth = _window(losses) > 1
-    for i, (name, (steps, values)) in enumerate(losses.items()):
-        if smooth:
+    for i, (name, (steps, values, means)) in enumerate(losses.items()):
+        if window > 1:
             loss_ax.plot(steps, values, color=line_style(i)["color"], linewidth=0.7, alpha=0.3)
-        loss_ax.plot(steps, _smooth(values, _window(losses)), label=name, **line_style(i))
-        ends = name if final[name] is None else f"{name}: {shown.format(final[name])}"
-        test_ax.plot(*tests[name], label=ends, **line_style(i))
+        loss_ax.plot(steps, means, label=name, **line_style(i))
+        test_ax.plot(*tests[name], label=f"{name}: {final[name]}" if name in final else name, **line_style(i))
     logarithmic(loss_ax, "y")
-    mean = f", and its mean over {_window(losses)} steps" if smooth else ""
+    mean = f", and its mean over {window} steps" if window > 1 else ""
     dress(loss_ax, x="training step", y="training loss", title=f"Loss of each batch{mean}")
     dress(test_ax, x="training step", y=f"test {score}", title=f"Test {score} of the exact network")
     if of_classes:
@@ -60,11 +65,10 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
 def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
     """Draw test accuracy against seconds of training, and the time at which each run reached a target.
 
-    Seconds are the sum of ``step_time`` up to the step of an evaluation, without the time of evaluations.
+    Seconds are the sum of ``step_time`` up to an evaluation. The title compares the fastest run with the first one.
 
     Args:
-        runs: rows of each run's `lp_jax.train.Log`, by its name: those of kind "train" with ``step_time``, those of kind "test"
-            with ``accuracy``. The title compares the fastest run with the first one.
+        runs: as for `curves`; rows of kind "train" have ``step_time``, those of kind "test" ``accuracy``.
         target: accuracy to reach, from 0 to 1; None takes the best one that all runs reach.
 
     Raises:
@@ -79,20 +83,27 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
         'Layer-parallel training reaches 90.0% in 0.2 s, serial training in 0.4 s'
     """
     _require(runs, "train", "test")
-    lines = {name: _accuracies(name, rows) for name, rows in runs.items()}
+    lines = {}
+    for name, rows in runs.items():
+        (steps, times), (evaluated, accuracies) = (
+            _columns(rows, "train", "step_time"),
+            _columns(rows, "test", "accuracy"),
+        )
+        if not np.isfinite(accuracies).any():
+            raise ValueError(f"the run {name!r} has no row of kind 'test' with an accuracy.")
+        total = np.cumsum([0.0, *np.nan_to_num(times)])
+        lines[name] = total[np.searchsorted(steps, evaluated, side="right")], accuracies
     if target is None:
         target = min(float(np.nanmax(accuracies)) for _, accuracies in lines.values())
-    reached = {
-        name: next((float(t) for t, accuracy in zip(*line, strict=True) if accuracy >= target), None)
-        for name, line in lines.items()
-    }
-    fig = figure(_race_title(reached, target))
+    passed = {name: seconds[accuracies >= target] for name, (seconds, accuracies) in lines.items()}
+    reached = {name: float(seconds[0]) for name, seconds in passed.items() if seconds.size}
+    fig = figure(_race_title(next(iter(runs)), reached, target))
     ax = fig.subplots()
     for i, (name, (seconds, accuracies)) in enumerate(lines.items()):
         ax.plot(seconds, accuracies, label=name, **line_style(i))
-        if (at := reached[name]) is not None:
+        if name in reached:
             look = line_style(i, marked=True) | {"markersize": 12, "markeredgecolor": "white", "zorder": 5}
-            ax.plot([at], [target], **look)
+            ax.plot([reached[name]], [target], **look)
     ax.axhline(target, **DASHED)
     ax.set_xlim(left=0)
     _accuracy_axis(ax, [accuracies for _, accuracies in lines.values()], target)
@@ -105,8 +116,8 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
     """Draw training loss against its cost: work and depth.
 
     Args:
-        runs: rows of each run, by its name. Rows of kind "train" have ``loss``, and up to there ``work``, evaluations of layers
-            times their examples, and ``depth``, evaluations one after another. The second half shows runs with depth only.
+        runs: as for `curves`. Rows of kind "train" have ``loss``, and up to there ``work``, evaluations of layers times their
+            examples, and ``depth``, evaluations one after another. The second half shows runs with depth only.
 
     Raises:
         ValueError: if there are no runs, or a run has no step of training.
@@ -117,8 +128,8 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
         >>> [ax.get_xlabel() for ax in viz.costs({"one-shot": rows}).axes]
         ['layers x examples evaluated', 'layers evaluated one after the other']
     """
-    losses = _losses(runs)
-    mean = f", mean over {_window(losses)} steps" if _window(losses) > 1 else ""
+    window, losses = _losses(runs)
+    mean = f", mean over {window} steps" if window > 1 else ""
     fig = figure("Training loss against its cost")
     axes = fig.subplots(1, 2, sharey=True)
     labels = "layers x examples evaluated", "layers evaluated one after the other"
@@ -127,7 +138,7 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
         for i, (name, rows) in enumerate(runs.items()):
             _, spent = _columns(rows, "train", column)
             if not np.isnan(spent).all():
-                ax.plot(spent, _smooth(losses[name][1], _window(losses)), label=name, **line_style(i))
+                ax.plot(spent, losses[name][2], label=name, **line_style(i))
         logarithmic(ax, "x", "y")
         dress(ax, x=x, y=f"training loss{mean}" if column == "work" else "", title=title)
     legend(axes[0], "lower left")
@@ -138,8 +149,8 @@ def residuals(rows: Rows, *, iteration: str = "cycle", solvers: tuple[str, str] 
     """Draw the residual norm per cycle, forward and adjoint, at four moments of training, the first and the last included.
 
     Args:
-        rows: rows of a `lp_jax.train.Log`; those of kind "probe" with ``forward_residual_1``, ... and ``adjoint_residual_1``, ...
-            are drawn. ``forward_scale`` and ``adjoint_scale``, norms of states, let the title distinguish growth from rounding.
+        rows: rows of a `lp_jax.train.Log`; those of kind "probe" have ``forward_residual_1``, ..., ``adjoint_residual_1``, ...
+            With ``forward_scale`` and ``adjoint_scale``, norms of states, the title distinguishes growth from rounding.
         iteration: name of an iteration.
         solvers: names of the forward and the adjoint solver, for the titles.
 
@@ -190,10 +201,9 @@ def gradient_errors(
 
     Args:
         errors: for each solver's name, its errors after 1, 2, 3, ... iterations, forward and adjoint alike.
-        work: for each solver's name, the work of a training step with as many iterations, in multiples of serial propagation's
+        work: for each error, the work of a training step in multiples of serial propagation's
             (`lp_jax.planning.training_step` counts it). None draws errors against the number of iterations.
-        run: a training run, drawn as a star: a label, its forward iterations (its work, if ``work`` is given), its gradient
-            error.
+        run: a training run, drawn as a star: a label, its forward iterations or work, its gradient error.
         iteration: name of an iteration.
         choice: title of the legend.
 
@@ -210,14 +220,19 @@ def gradient_errors(
         raise ValueError("errors is empty; give the errors of at least one solver.")
     if work is not None and {name: len(at) for name, at in work.items()} != {n: len(v) for n, v in errors.items()}:
         raise ValueError("work must have a number for each error, by the same names.")
-    fig = figure(_errors_title(errors, iteration))
+    # the best and the worst after two iterations; later, rounding may hide the difference
+    count = min([len(values) for values in errors.values()] + [2] * (len(errors) > 1))
+    at = {name: values[count - 1] for name, values in errors.items()}
+    worst, best = max(at, key=at.__getitem__), min(at, key=at.__getitem__)
+    after = f"After {numbered(count, iteration)}, the gradient error is {number(at[worst])} with {worst}"
+    fig = figure(after if worst == best else f"{after},\n{number(at[best])} with {best}")
     ax = fig.subplots()
     for i, (name, values) in enumerate(errors.items()):
         x = np.arange(1, len(values) + 1) if work is None else work[name]
         ax.plot(x, values, label=name, **line_style(i, marked=True))
     if run is not None:
-        name, count, error = run
-        ax.plot([count], [error], "*", color=INK, markersize=20, label=name, markeredgecolor="white", zorder=5)
+        name, iterations, error = run
+        ax.plot([iterations], [error], "*", color=INK, markersize=20, label=name, markeredgecolor="white", zorder=5)
     logarithmic(ax, "y")
     if work is None:
         whole_numbers(ax.xaxis)
@@ -247,20 +262,16 @@ def _require(runs: Mapping[str, Rows], *kinds: str) -> None:
             raise ValueError(f"the run {name!r} has no row of kind {missing[0]!r}.")
 
 
-def _losses(runs: Mapping[str, Rows]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the steps of training of each run, and their losses."""
+def _losses(runs: Mapping[str, Rows]) -> tuple[int, dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """Return the steps of training of each run, their losses, and the means over the last ``window`` steps; window first.
+
+    The window is a thirtieth of the longest run.
+    """
     _require(runs, "train")
-    return {name: _columns(rows, "train", "loss") for name, rows in runs.items()}
-
-
-def _window(losses: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> int:
-    """Return the number of steps of a running mean: a thirtieth of the longest run."""
-    return max(1, *(len(steps) // 30 for steps, _ in losses.values()))
-
-
-def _smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean over the last ``window`` steps, at the beginning over all so far."""
-    return np.array([np.mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)])
+    losses = {name: _columns(rows, "train", "loss") for name, rows in runs.items()}
+    window = max(1, *(len(steps) // 30 for steps, _ in losses.values()))
+    lasts = {name: [v[max(0, end - window) : end] for end in range(1, len(v) + 1)] for name, (_, v) in losses.items()}
+    return window, {name: (*losses[name], np.array(list(map(np.mean, parts)))) for name, parts in lasts.items()}
 
 
 def _accuracy_axis(ax: Axes, lines: Sequence[np.ndarray], *shown: float) -> None:
@@ -270,15 +281,6 @@ def _accuracy_axis(ax: Axes, lines: Sequence[np.ndarray], *shown: float) -> None
     space = max(high - low, 0.01) / 2
     ax.set_ylim(max(0.0, low - space), min(1.0, high + space))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-
-
-def _curves_title(final: Mapping[str, float | None], score: str, shown: str) -> str:
-    known = {name: shown.format(value) for name, value in final.items() if value is not None}
-    if not known:
-        return "Training"
-    first, *others = known
-    reached = f"{known[first]} test accuracy" if score == "accuracy" else f"a test loss of {known[first]}"
-    return f"{first.capitalize()} training reaches {reached}" + "".join(f", {name} {known[name]}" for name in others)
 
 
 def _residuals_title(chosen: Rows, histories: Mapping[str, Sequence[np.ndarray]], iteration: str) -> str:
@@ -307,32 +309,12 @@ def _residuals_title(chosen: Rows, histories: Mapping[str, Sequence[np.ndarray]]
 _SETTLED = 1.5  # a smaller reduction does not count as one
 
 
-def _errors_title(errors: Mapping[str, Sequence[float]], iteration: str) -> str:
-    """Title with the best and the worst after two iterations; later, rounding may hide the difference."""
-    count = min([len(values) for values in errors.values()] + [2] * (len(errors) > 1))
-    at = {name: values[count - 1] for name, values in errors.items()}
-    worst, best = max(at, key=at.__getitem__), min(at, key=at.__getitem__)
-    title = f"After {count} {iteration}{'s' * (count > 1)}, the gradient error is {number(at[worst])} with {worst}"
-    return title if worst == best else f"{title},\n{number(at[best])} with {best}"
-
-
-def _race_title(reached: Mapping[str, float | None], target: float) -> str:
+def _race_title(first: str, seconds: Mapping[str, float], target: float) -> str:
     """The time of the fastest run, and that of the first one."""
-    times = {name: seconds for name, seconds in reached.items() if seconds is not None}
-    if not times:
+    if not seconds:
         return f"No run reaches {target:.1%}"
-    first, best = next(iter(reached)), min(times, key=lambda name: times[name])
-    title = f"{best[:1].upper()}{best[1:]} training reaches {target:.1%} in {times[best]:.3g} s"
+    best = min(seconds, key=seconds.__getitem__)
+    title = f"{best[:1].upper()}{best[1:]} training reaches {target:.1%} in {seconds[best]:.3g} s"
     if first == best:
         return title
-    return f"{title}, {first} training " + (f"in {times[first]:.3g} s" if first in times else "never")
-
-
-def _accuracies(name: str, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of training before each evaluation, and its accuracy."""
-    steps, times = _columns(rows, "train", "step_time")
-    evaluated, accuracies = _columns(rows, "test", "accuracy")
-    if not np.isfinite(accuracies).any():
-        raise ValueError(f"the run {name!r} has no row of kind 'test' with an accuracy.")
-    total = np.cumsum([0.0, *np.nan_to_num(times)])
-    return total[np.searchsorted(steps, evaluated, side="right")], accuracies
+    return f"{title}, {first} training " + (f"in {seconds[first]:.3g} s" if first in seconds else "never")

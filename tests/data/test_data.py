@@ -252,7 +252,6 @@ FIVE, FOUR = np.arange(5), np.arange(4)
         (data.peaks, {"classes": 1}, "classes must be at least 2; got 1"),
         (data.peaks, {"seed": -1}, "seed must be at least 0; got -1"),
         (contrib.modelnet, {"folder": "nowhere", "size": 0}, "size must be at least 1; got 0"),
-        (data.gum, {"folder": "nowhere", "task": "xpos"}, "task must be 'upos' or 'feats'; got 'xpos'"),
         (data.gum, {"folder": "nowhere", "min_count": 0}, "min_count must be at least 1; got 0"),
         (data.gum, {"folder": "nowhere", "max_length": 2.5}, "max_length must be an integer"),
         (data.characters, {"path": "nowhere", "length": 0}, "length must be at least 1; got 0"),

@@ -1,7 +1,6 @@
 """Words, their features and tags, characters; and batches of sentences of different lengths."""
 
 import gzip
-import itertools
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ from lp_jax.data._gum import SHAPES, read_conllu, shape
 COUNTS = {"train": (5396, 101_701), "dev": (588, 13_334), "test": (615, 13_288)}
 
 
-CATS = [("Cats", "NOUN", "Number=Plur"), ("sleep", "VERB"), (".", "PUNCT")]
-DOGS = [("dogs", "NOUN", "Number=Plur"), ("sleep", "VERB"), ("and", "CCONJ"), ("cats", "NOUN", "Number=Plur")]
+CATS = [("Cats", "NOUN"), ("sleep", "VERB"), (".", "PUNCT")]
+DOGS = [("dogs", "NOUN"), ("sleep", "VERB"), ("and", "CCONJ"), ("cats", "NOUN")]
 
 
 def test_sentences_of_a_file(tmp_path):
@@ -23,7 +22,7 @@ def test_sentences_of_a_file(tmp_path):
             "# sent_id = 1",
             "# text = Don't go.",
             row("1-2", "Don't", "_"),
-            row(1, "Do", "AUX", "Mood=Imp|VerbForm=Fin"),
+            row(1, "Do", "AUX"),
             row(2, "n't", "PART"),
             row("2.1", "you", "PRON"),
             row(3, "go", "VERB"),
@@ -38,7 +37,7 @@ def test_sentences_of_a_file(tmp_path):
         for text in (content, content + "\n\n", content.replace("\n", "\r\n"), "\ufeff" + content):
             first, second = read_conllu(write(tmp_path / name, text))
             assert first.words == ("Do", "n't", "go", ".") and first.upos == ("AUX", "PART", "VERB", "PUNCT")
-            assert first.feats == ("Mood=Imp|VerbForm=Fin", "_", "_", "_") and first.text == "Don't go."
+            assert first.text == "Don't go."
             assert second.words == ("# 5", "New York\u2028City") and second.text == "# 5 New York\u2028City"
 
 
@@ -66,26 +65,15 @@ def test_a_malformed_sentence_is_refused(tmp_path, lines, expected):
         refused(f"{path}: {expected.replace('sentence 1', 'sentence 2')}", read_conllu, path)
 
 
-@pytest.fixture(scope="module")
-def columns(shared_data):
-    """The words, parts of speech and features of each split of GUM, read without the loader."""
-    found = {}
-    for split in COUNTS:
-        with gzip.open(shared_data / "gum" / f"en_gum-ud-{split}.conllu.gz", "rt", encoding="utf-8") as lines:
-            rows = [line.split("\t") for line in lines if line.split("\t")[0].isdecimal()]
-        found[split] = [tuple(row[column] for row in rows) for column in (1, 3, 5)]
-    return found
-
-
-def test_real_sentences(shared_data, columns):
+def test_real_sentences(shared_data):
     for split, (sentences, words) in COUNTS.items():
         path = shared_data / "gum" / f"en_gum-ud-{split}.conllu.gz"
         got = read_conllu(path)
         assert len(got) == sentences and sum(len(sentence.words) for sentence in got) == words
-        assert all(len(s.words) == len(s.upos) == len(s.feats) > 0 for s in got)
-        fields = [getattr(sentence, field) for field in ("words", "upos", "feats") for sentence in got]
-        joined = [tuple(itertools.chain(*fields[i * sentences : (i + 1) * sentences])) for i in range(3)]
-        assert joined == columns[split]
+        with gzip.open(path, "rt", encoding="utf-8") as lines:  # read without the loader
+            rows = [line.split("\t") for line in lines if line.split("\t")[0].isdecimal()]
+        read = [pair for sentence in got for pair in zip(sentence.words, sentence.upos, strict=True)]
+        assert read == [(row[1], row[3]) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +93,7 @@ def test_shapes_of_words(words, expected):
 
 
 def test_words_become_numbers(tmp_path):
-    unseen = [("Birds", "NOUN", "Number=Plur"), ("sing", "VERB"), ("9", "NUM"), ("cats", "NOUN", "Number=Sing")]
+    unseen = [("Birds", "NOUN"), ("sing", "VERB"), ("9", "NUM"), ("cats", "NOUN")]
     got = data.gum(treebank(tmp_path, [CATS, DOGS], dev=[CATS], test=[unseen]))
     assert got.classes == len(got.tags) == 4
     assert got.tags == ("CCONJ", "NOUN", "PUNCT", "VERB")
@@ -119,19 +107,10 @@ def test_words_become_numbers(tmp_path):
     assert dogs.tolist() == [[1, 1, 1, 1], [9, 3, 3, 1], [1, 1, 1, 1], [8, 2, 2, 1]]
     assert test.tolist() == [[2, 1, 1, 2], [1, 1, 1, 1], [5, 1, 1, 5], [8, 2, 2, 1]]
     assert [labels.tolist() for labels in (*got.train.y, *got.test.y)] == [[1, 3, 2], [1, 3, 0, 1], [1, 3, -1, 1]]
-    assert got.unseen == {"train": 0, "dev": 0, "test": 1}
     for array in (*got.train, *got.dev, *got.test):
         assert all(part.dtype == np.int32 for part in array)
     every = data.gum(tmp_path, min_count=1)
     assert len(every.vocabularies[0]) == 8 + 5 and every.vocabularies[0][8:10] == ("cats", "sleep")
-
-
-def test_features_as_tags(tmp_path):
-    odd = [("cats", "NOUN", "Number=Sing"), ("sleep", "VERB")]
-    folder = treebank(tmp_path, [CATS, DOGS], test=[CATS, odd])
-    got = data.gum(folder, "feats")
-    assert got.tags == ("Number=Plur", "_") and got.unseen == {"train": 0, "dev": 0, "test": 1}
-    assert [labels.tolist() for labels in got.test.y] == [[0, 1, 1], [-1, 1]]
 
 
 def test_longer_sentences_are_split(tmp_path):
@@ -157,7 +136,7 @@ def test_a_treebank_without_a_file_is_refused(tmp_path):
 
 def test_real_parts_of_speech(shared_data):
     got = data.gum(shared_data / "gum")
-    assert got.classes == 17 and got.unseen == {"train": 0, "dev": 0, "test": 0}
+    assert got.classes == 17 and all(y.min() >= 0 for part in (got.train, got.dev, got.test) for y in part.y)
     counts = dict(zip(got.tags, np.bincount(np.concatenate(got.train.y)).tolist(), strict=True))
     assert (counts["NOUN"], counts["PUNCT"], counts["SYM"]) == (16_673, 13_219, 177)  # by awk
     everything = np.concatenate([*got.train.x, *got.dev.x, *got.test.x])
@@ -174,14 +153,6 @@ def test_real_parts_of_speech(shared_data):
     unknown = test_x[:, 0] == 1
     assert np.mean(best(0) == test_y) > 0.87
     assert np.mean((best(1) == test_y)[unknown]) > np.mean((best(0) == test_y)[unknown]) + 0.1
-
-
-def test_real_features(shared_data, columns):
-    got = data.gum(shared_data / "gum", "feats")
-    assert got.tags == tuple(sorted(set(columns["train"][2])))
-    for split in ("dev", "test"):
-        absent = sum(tag not in got.tags for tag in columns[split][2])
-        assert got.unseen[split] == absent == sum(int(np.sum(y == -1)) for y in getattr(got, split).y)
 
 
 @pytest.mark.parametrize("drop_last", [True, False])

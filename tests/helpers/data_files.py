@@ -47,13 +47,13 @@ def mnist(folder, *arrays):
     return folder
 
 
-def row(number, word, upos="NOUN", feats="_"):
+def row(number, word, upos="NOUN"):
     """A line of CoNLL-U."""
-    return "\t".join([str(number), word, word.lower(), upos, "_", feats, "0", "root", "_", "_"])
+    return "\t".join([str(number), word, word.lower(), upos, "_", "_", "0", "root", "_", "_"])
 
 
 def conllu(*sentences):
-    """CoNLL-U of sentences, each a list of (word, part of speech) or (word, part of speech, features)."""
+    """CoNLL-U of sentences, each a list of (word, part of speech)."""
     return "".join("".join(row(i, *token) + "\n" for i, token in enumerate(s, 1)) + "\n" for s in sentences)
 
 

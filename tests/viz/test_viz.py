@@ -277,12 +277,12 @@ def test_skipped_down_cycle_starts_on_the_coarsest_level():
 def test_batches_of_a_solve_on_one_device():
     """Windows one after the other, then all layers; a layer at a time serially."""
     windows = batches(lp_jax.Windowed(sweeps=3, windows=4), 64)
-    assert [(b.first, b.layers) for b in windows] == [(16 * w, 16) for w in range(4) for _ in (1, 2)] + 2 * [(0, 64)]
-    assert [(b.first, b.layers) for b in batches(lp_jax.Serial(), 5)] == [(n, 1) for n in range(5)]
+    assert [batch[:2] for batch in windows] == [(16 * w, 16) for w in range(4) for _ in (1, 2)] + 2 * [(0, 64)]
+    assert [batch[:2] for batch in batches(lp_jax.Serial(), 5)] == [(n, 1) for n in range(5)]
     figure = viz.hierarchy(lp_jax.Windowed(sweeps=3, windows=4), 64)
     (ax,) = figure.axes
     spans = sorted(tuple(p.get_extents().intervalx) for c in ax.collections for p in c.get_paths())
-    assert spans == sorted((float(b.first), float(b.first + b.layers)) for b in windows)
+    assert spans == sorted((float(first), float(first + number)) for first, number, _ in windows)
 
 
 def test_sweeps_that_are_alike_are_drawn_once_with_their_number():
