@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from flax.core import freeze
 from networks import F64, mesh
 from problems import relative_error
 
@@ -96,11 +95,6 @@ def both_ways(params, y0, solver):
 PARAMS, Y0 = (jnp.asarray(np.random.default_rng(5).normal(size=shape)) for shape in ((22, 6, 6), (3, 6)))
 
 
-def test_without_a_fallback_a_missed_tolerance_is_a_code_of_both_solves():
-    _, _, stats = both_ways(PARAMS, Y0, lp_jax.Picard(sweeps=1, rtol=1e-9))
-    assert [int(each.result) for each in stats] == [NOT_CONVERGED] * 2
-
-
 @pytest.mark.parametrize(
     "solver",
     [
@@ -154,18 +148,6 @@ def test_a_batch_by_vmap_falls_back_where_one_must():
     assert relative_error(got[0], wanted[0]) < 1e-2 and relative_error(got[1], wanted[1]) < 1e-12
 
 
-def test_half_precision_stops_where_rounding_begins():
-    params = freeze(deep())["params"]["layers"]
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-
-    def step(y, layer):
-        return PreNorm().apply({"params": layer.params}, y.astype(F64))[0].astype(y.dtype)
-
-    wide = jax.tree.map(lambda x: x.astype(F64), half)
-    solution = jax.jit(lambda: lp_jax.solve(step, wide, X.astype(jnp.bfloat16), solver=SWEEPS[0]))()
-    assert solution.result == DONE and solution.stats.iterations < 32
-
-
 def test_falling_back_is_no_failure():
     step = lambda y, layer: 2.0 * y  # noqa: E731
     solution = lp_jax.solve(step, jnp.zeros(32), jnp.ones((), F64), solver=SWEEPS[0])
@@ -173,40 +155,19 @@ def test_falling_back_is_no_failure():
     assert "one after another" in lp_jax.RESULTS[int(solution.result)] and "result=2" in repr(solution)
 
 
-def test_settings_that_contradict_each_other():
-    for make in (lp_jax.Picard, lp_jax.MGRIT, lp_jax.Newton):
-        with pytest.raises(ValueError, match=r"fallback=True got no tolerance.*rtol=1e-3"):
-            make(fallback=True)
-        for rtol in (-1.0, float("nan")):
-            with pytest.raises(ValueError, match=f"rtol must be at least 0.*got {rtol}"):
-                make(rtol=rtol)
-        with pytest.raises(TypeError, match=r"rtol must be a number.*'1e-3'"):
-            make(rtol="1e-3")
-
-
 def test_training_without_a_solver_takes_what_the_model_was_built_with():
-    """And the default of `solve` where it was built with none."""
+    """And the default of `solve` where it was built with none; nothing is faster on eight layers."""
 
-    def trained(built_with, **given):
+    def trained(built_with, solver=None):
         rngs = nnx.Rngs(0)
         trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs), 8, solver=built_with, rngs=rngs)
         model = nn.Classifier(nn.DenseOpening((2,), 4, rngs=rngs), trunk, nn.DenseClosing((4,), 2, rngs=rngs))
         loss_fn, params = train.classification(model)
-        optimizer = optax.sgd(1e-1)
-        batch = jnp.ones((4, 2), jnp.float32), jnp.zeros(4, jnp.int32)
-        _, log = train.fit(
-            train.make_train_step(loss_fn, optimizer),
-            train.init_state(params, optimizer),
-            lambda epoch: [batch],
-            steps_per_epoch=1,
-            epochs=2,
-            **given,
-        )
-        return [row["loss"] for row in log.rows if row["kind"] == "train"]
+        step_fn, state = train.make_train_step(loss_fn, optax.sgd(0.1)), train.init_state(params, optax.sgd(0.1))
+        return step_fn(state, (jnp.ones((4, 2), jnp.float32), jnp.zeros(4, jnp.int32)), solver, None)[1].loss
 
     one_cycle = lp_jax.MGRIT(iterations=1, coarse_step=lp_jax.Rediscretize())
-    default = trained(one_cycle, solver=lp_jax.Serial())  # nothing is faster on eight layers
-    assert trained(None) == default != trained(one_cycle)
+    assert trained(None) == trained(one_cycle, lp_jax.Serial()) != trained(one_cycle)
 
 
 def test_a_start_that_diverges_does_not_make_its_own_tolerance():

@@ -109,23 +109,3 @@ def test_outputs_have_a_place_and_the_pullback_takes_arrays_that_have_one():
         solution = lp_jax.solve(step, params, y0, comm=mesh, has_aux=True)
     assert jax.typeof(solution.y1).sharding.spec == PartitionSpec("data", None)
     assert jax.typeof(solution.aux["y"]).sharding.spec == PartitionSpec(None, "data", None)
-
-
-def test_a_scan_of_a_batch_over_devices_without_a_comm():
-    """Examples over one of two axes; the body closes over an array that has a place, too. Solves: test_shard_map.py."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
-    rng = np.random.default_rng(2)
-    arrays = [jnp.asarray(rng.normal(size=shape)) for shape in ((14, 4, 4), (4,), (4, 4))]
-
-    def scanned(weights, scale, y0):
-        def body(y, w):
-            return y + jnp.tanh(y @ w + scale[None]) / 14, None
-
-        return jnp.sum(lp_jax.scan(body, y0, weights)[0] ** 2)
-
-    gradient = jax.jit(jax.value_and_grad(scanned, argnums=(0, 1, 2)))
-    wanted = gradient(*arrays)
-    with jax.set_mesh(mesh):
-        got = gradient(*map(put(mesh), arrays[:2]), put(mesh, "data")(arrays[2]))
-    assert relative_error(jax.tree.leaves(got), jax.tree.leaves(wanted)) < 1e-13
-    assert jax.typeof(got[1][2]).sharding.spec == PartitionSpec("data", None)

@@ -149,25 +149,12 @@ def outside():
     return Jacobi
 
 
-def test_a_solver_runs_is_planned_and_drawn_without_registering_anything(page):
-    solver = outside()(rounds=32)
-    assert page["error"](solver) < 1e-14
-    assert_close(gradient(page["problem"], solver), page["gradient"], 1e-12)
-    solver = type(solver)()
-    counted = planning.training_step(solver, solver, 32)
-    assert counted.batches == {("forward", 32): 4, ("linearise", 32): 4, ("adjoint", 32): 4, ("gradient", 32): 1}
-    found = planning.choose(32, page["gpu"], solvers=[solver])
-    assert solver in [choice.solver for choice in found.choices]
-    assert planning.summary(solver) == "3 Jacobi iterations"
-    assert viz.hierarchy(solver, 32).get_suptitle() == "32 layers, 3 Jacobi iterations: no coarse level"
-    assert "3 Jacobi iterations" in viz.schedule(solver, 32, workers=2).get_supxlabel()
-    with pytest.raises(TypeError, match=r"Jacobi has no field `iterations`; register .*planning.with_effort.register"):
-        planning.with_effort(solver, 5)
-
-
 def test_what_is_registered_for_a_solver_is_taken(page):
     Jacobi = outside()
     solver = Jacobi()
+    assert planning.summary(solver) == "3 Jacobi iterations"
+    with pytest.raises(TypeError, match=r"Jacobi has no field `iterations`; register .*planning.with_effort.register"):
+        planning.with_effort(solver, 5)
 
     @planning.held.register
     def _(solver: Jacobi, machine: planning.Machine, layers: int, workers: int):
@@ -190,7 +177,7 @@ def test_what_is_registered_for_a_solver_is_taken(page):
     figure = viz.hierarchy(solver, 32)
     assert figure.get_suptitle() == "32 layers, round and round" and figure.get_supxlabel().startswith("A note.")
     assert "3 rounds" in viz.schedule(solver, 32, workers=2).get_supxlabel()
-    assert page["error"](Jacobi(rounds=32)) < 1e-14  # what is registered changes no number of a solve
+    assert_close(gradient(page["problem"], Jacobi(rounds=32)), page["gradient"], 1e-12)  # changes no number of a solve
 
 
 def test_a_coarse_step_of_a_class_runs_is_planned_and_drawn(page):

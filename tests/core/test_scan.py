@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -159,16 +160,6 @@ def test_layers_over_devices():
     assert_same(everything(scan, body, operands, 13, False), wanted, 1e-13)
 
 
-def test_what_is_scanned_is_a_problem_like_any_other():
-    problem = lp_jax.scanned(lambda y, x: (0.9 * y + x, y), normal(3), normal(16, 3), reverse=True)
-    solution = problem.solve(solver=lp_jax.Picard(sweeps=3))
-    assert solution.stats.residual_norms.shape == (3,)
-    assert problem.layers == 16
-    flat = dict.fromkeys(("forward", "adjoint", "gradient"), (1e-5, 1e-5))
-    machine = lp_jax.planning.Machine(at_once=(1, 1024), **flat)
-    assert lp_jax.plan(problem, machine=machine, solvers=[lp_jax.Picard(sweeps=3)]).best.error < 1e-2
-
-
 def test_a_guess_restarts_a_scan():
     body, operands = lambda y, w: (y + 0.1 * jnp.tanh(y @ w), None), (normal(2, 3), normal(16, 3, 3))
     solver = lp_jax.MGRIT(iterations=1)
@@ -178,6 +169,94 @@ def test_a_guess_restarts_a_scan():
     warm, _ = lp_jax.scan(body, *operands, solver=solver, guess=trajectory)
     assert jnp.abs(warm - exact).max() < 1e-12 < jnp.abs(cold - exact).max()
 
+
+# --- `Serial` takes what ``jax.lax.scan`` takes, and returns the same ---------------------------------------------------
+
+XS = jnp.arange(4.0)
+
+
+def follows(c, x):
+    """An integer that follows from the state."""
+    y = c[0] + 0.1 * jnp.sin(x)
+    return (y, c[1] + jnp.int32(y > 0.5)), c[1]
+
+
+DROP_IN = {
+    "a Python number returned": (lambda c, x: (1.0, c * x), 0.5, XS),
+    "no carry": (lambda c, x: (None, 2 * x), None, XS),
+    "an empty carry": (lambda c, x: ((), 2 * x), (), XS),
+    "a counter": (lambda c, x: (c + 1, x * c.astype(x.dtype)), jnp.int32(0), XS),
+    "a flag": (lambda c, x: (~c, jnp.where(c, x, 0.0)), jnp.asarray(True), XS),
+    "a key": (lambda c, x: (jax.random.split(c)[0], jax.random.normal(c) + x), jax.random.key(0), XS),
+    "a counter beside numbers": (lambda c, x: ((c[0] + 1, c[1] * x), c), (jnp.int32(0), jnp.ones(2)), XS[:, None]),
+    "a counter that is an index": (
+        lambda c, x: ((c[0] + 1, c[1].at[c[0]].add(x)), x),
+        (jnp.int32(0), jnp.zeros(5)),
+        XS,
+    ),
+    "a counter beside a linear system": (
+        lambda c, x: ((c[0] + 1, jnp.linalg.solve(jnp.eye(3) * (2.0 + x), c[1])), x),
+        (jnp.int32(0), jnp.ones(3)),
+        XS,
+    ),
+    "a gradient in the body": (
+        lambda c, x: ((c[0] + 1, c[1] - 0.1 * jax.grad(lambda w: jnp.sum(jnp.sin(w[c[0]] * x)))(c[1])), x),
+        (jnp.int32(0), jnp.ones(4)),
+        XS,
+    ),
+    "an integer from the state": (follows, (jnp.zeros(()), jnp.int32(0)), XS),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    [
+        *((name, lp_jax.Serial()) for name in DROP_IN),
+        ("an integer from the state", None),  # the default is serial here; another solver cannot know it
+        *(("a counter", solver) for solver in (None, lp_jax.Newton())),  # nothing to solve for
+    ],
+)
+def test_carries(name, solver):
+    body, init, xs = DROP_IN[name]
+    assert_same(lp_jax.scan(body, init, xs, solver=solver), jax.lax.scan(body, init, xs), 0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"unroll": 2}, {"unroll": True}, {"_split_transpose": True}, {"length": jnp.int32(4)}]
+)
+def test_arguments_of_lax_scan(options):
+    body = lambda c, x: (c + jnp.sin(x), c)  # noqa: E731
+    wanted = jax.lax.scan(body, 0.0, XS, **options)
+    for solver in (lp_jax.Serial(), lp_jax.Picard(sweeps=4)):
+        np.testing.assert_allclose(lp_jax.scan(body, 0.0, XS, solver=solver, **options)[1], wanted[1], rtol=1e-14)
+    by_position = body, jnp.zeros(()), XS, None, True, 2, False
+    np.testing.assert_array_equal(lp_jax.scan(*by_position)[1], jax.lax.scan(*by_position)[1])
+
+
+WEAK = {
+    "one input reaches all": lambda c, x: (tuple(a + x for a in c), c[0]),
+    "one carry stays": lambda c, x: ((c[0] + x, c[1] * x, 0.5 * c[2]), x),
+    "two inputs meet late": lambda c, x: ((c[0] * x, c[0], c[1]), x),
+    "round about": lambda c, x: ((c[1] + 1, c[2], c[0] + x), x),
+}
+
+
+@pytest.mark.parametrize("name", WEAK)
+def test_weak_types_are_taken_and_refused_alike(name):
+    """Python numbers in the carry take their dtype from the body, once."""
+    xs = jnp.ones(4, jnp.float16)
+
+    def dtypes(scan):
+        try:
+            return [x.dtype for x in jax.tree.leaves(scan(WEAK[name], (0.0, 0.0, 0.0), xs))]
+        except TypeError as error:
+            return re.findall(r"float\d+\[\]", str(error))
+
+    got, wanted = dtypes(lambda *a: lp_jax.scan(*a, solver=lp_jax.Serial())), dtypes(jax.lax.scan)
+    assert got == wanted != []
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
 
 W = jnp.zeros((8, 3))
 INJECTED, MEANS = ({"coarse_step": INJECT}, {"levels": 3, "coarse_step": lp_jax.Rediscretize(params="mean")})
@@ -201,6 +280,8 @@ NO_DT = r"=.* knows no dt: take coarse_step=Picard\(sweeps=1\)"
         (lambda y, w: ((y, y), w), W[0], W, {}, TypeError, "body must return a state like the one it got"),
         (lambda y, w: (y, w), W[0], (W, W[:5]), {}, ValueError, r"one number of layers; .*'xs\[1\]': 5"),
         (lambda y, w: (y, w), W[0], W, {"length": 7}, ValueError, "length=7"),
+        (lambda y, w: (y, w), W[0], None, {"length": -1}, ValueError, "length must be at least 0; got -1"),
+        (lambda y, w: (y, w), W[0], None, {"length": 4.0}, TypeError, r"length must be an integer.*got 4.0"),
         (lambda y, w: (y, w), W[0], None, {}, ValueError, "xs without arrays"),
         (lambda y, w: (y, w), W[0], {"a": 1.0}, {}, ValueError, r"xs\['a'\] is a scalar"),
         (
@@ -216,3 +297,8 @@ NO_DT = r"=.* knows no dt: take coarse_step=Picard\(sweeps=1\)"
 def test_what_is_refused(body, init, xs, options, error, message):
     with pytest.raises(error, match=message):
         lp_jax.scan(body, init, xs, **options)
+
+
+def test_a_length_is_known_when_a_scan_is_traced():
+    with pytest.raises(TypeError, match="length must be an integer that is known when scan is traced"):
+        jax.jit(lambda length: lp_jax.scan(lambda c, x: (c, None), 0.0, None, length))(4)

@@ -123,6 +123,8 @@ class EncoderBlock(linen.Module):
 
 
 class Encoder(linen.Module):
+    """Names the parent in the call, as Gemma does."""
+
     @linen.compact
     def __call__(self, x, deterministic):
         return linen.scan(
@@ -131,7 +133,7 @@ class Encoder(linen.Module):
             split_rngs={"params": True, "dropout": True},
             in_axes=linen.broadcast,
             length=4,
-        )(name="encoderblock")(x, deterministic)[0]
+        )(name="encoderblock", parent=self)(x, deterministic)[0]
 
 
 def vision_transformer():
@@ -140,46 +142,7 @@ def vision_transformer():
     return JAX, lambda params: total(Encoder().apply(params, x, False, rngs=KEYS)), params
 
 
-class Group(linen.Module):
-    """A pattern of two blocks."""
-
-    @linen.compact
-    def __call__(self, x, positions):
-        for name in ("local", "global"):
-            x = x + 0.3 * linen.Dense(8, name=name)(jnp.tanh(linen.RMSNorm(name=f"{name}_norm")(x + positions)))
-        return x, jnp.mean(x)
-
-
-class Patterned(linen.Module):
-    """Scans the pattern and names the parent in the call, as Gemma does."""
-
-    @linen.compact
-    def __call__(self, x, positions):
-        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": (linen.broadcast,)}
-        return linen.scan(Group, length=5, **axes)(name="blocks", parent=self)(x, positions)
-
-
-def block_pattern():
-    x, positions = normal(0, 3, 7, 8), jnp.sin(jnp.arange(7.0))[:, None]
-    params = double(jax.jit(Patterned().init)(KEYS, x, positions))
-    return JAX, lambda params: total(Patterned().apply(params, x, positions)), params
-
-
-class GRU(linen.Module):
-    """A recurrent network over the second axis of (batch, time, features)."""
-
-    @linen.compact
-    def __call__(self, x):
-        axes = {"variable_broadcast": "params", "split_rngs": {"params": False}, "in_axes": 1, "out_axes": 1}
-        return linen.scan(linen.GRUCell, **axes)(8)(jnp.zeros((len(x), 8)), x)
-
-
-def recurrent():
-    x = normal(0, 3, 24, 5)
-    return JAX, lambda params: total(GRU().apply(params, x)), double(jax.jit(GRU().init)(KEYS, x))
-
-
-# --- Equinox, Haliax, JAX -------------------------------------------------------------------------------------------
+# --- Equinox -----------------------------------------------------------------------------------------------------
 
 
 class EquinoxModel(eqx.Module):
@@ -198,26 +161,6 @@ def equinox():
     return EQUINOX, lambda model: total(jax.vmap(model)(X)), EquinoxModel(jax.random.key(0))
 
 
-def haliax():
-    hax = pytest.importorskip("haliax", reason="marin-haliax is not installed", exc_type=ImportError)
-    layers, embed, mlp = hax.make_axes(layers=LAYERS, embed=WIDTH, mlp=HIDDEN)
-
-    class Block(eqx.Module):
-        up: hax.NamedArray
-        down: hax.NamedArray
-
-        @staticmethod
-        def init(*, key):
-            return Block(hax.random.normal(key, (embed, mlp)), hax.random.normal(key, (mlp, embed)))
-
-        def __call__(self, x, scale):
-            return x + 0.1 * scale * hax.dot(hax.tanh(hax.dot(x, self.up, axis=embed)), self.down, axis=mlp)
-
-    stacked = double(hax.nn.Stacked.init(layers, Block)(key=jax.random.split(jax.random.key(0), LAYERS)))
-    x, scales = hax.named(X, ("batch", "embed")), hax.named(normal(1, LAYERS), "layers")
-    return EQUINOX, lambda stacked: total(stacked.fold(x, scales)), stacked
-
-
 # --------------------------------------------------------------------------------------------------------------------
 
 MODELS = {
@@ -225,10 +168,7 @@ MODELS = {
     "MaxText, layers along axis 1": stack(1),
     "Linen, batch statistics": batch_statistics,
     "Linen, vision transformer": vision_transformer,
-    "Linen, block pattern": block_pattern,
-    "Linen, recurrent": recurrent,
     "Equinox": equinox,
-    "Haliax": haliax,
 }
 
 
@@ -238,7 +178,6 @@ def as_users_have_it():
         yield
 
 
-@pytest.mark.filterwarnings("ignore:jax.core.is_constant_dim:DeprecationWarning")  # haliax
 @pytest.mark.parametrize("name", MODELS)
 def test_value_and_gradient(name):
     """One after another, and by sweeps over devices; dropout has its masks."""

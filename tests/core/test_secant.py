@@ -3,12 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from networks import mesh
 from problems import relative_error as distance
 
 import lp_jax
-from lp_jax._arrays import _tree
 
 N, D, BATCH = 50, 4, 3
 
@@ -108,15 +106,6 @@ def test_a_chain_that_does_not_contract_takes_as_many_sweeps_as_before():
     assert abs(plain - secant) <= 1
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_low_precision_keeps_its_dtype(dtype):
-    problem = gru(64, 1 / 8, dtype=dtype)
-    solution, exact = (problem.solve(solver=solver) for solver in (lp_jax.Secant(sweeps=12), lp_jax.Serial()))
-    assert solution.y1.dtype == dtype
-    error = distance(solution.y1.astype(float), exact.y1.astype(float))
-    assert error < 10 * float(jnp.finfo(dtype).eps) * 64**0.5
-
-
 def test_the_same_numbers_where_devices_hold_no_layer():
     """test_mesh.py has devices that slots pad."""
     problem, solver = decaying(3), lp_jax.Secant(sweeps=6, atol=1e-6)
@@ -127,21 +116,3 @@ def test_the_same_numbers_where_devices_hold_no_layer():
     for a, b in ((one.stats, several.stats), (stats, others)):
         assert int(a.iterations) == int(b.iterations)
         np.testing.assert_allclose(a.residual_norms, b.residual_norms, rtol=1e-6, atol=1e-12)
-
-
-@pytest.mark.parametrize("n, reverse", [(0, False), (7, True), (16, False), (71, True), (512, False), (513, True)])
-def test_sums_that_decay(n, reverse):
-    x, start = np.random.default_rng(n).normal(size=(n, 3)), np.arange(1.0, 4.0)
-    sums = jax.jit(lambda x, start, factor: _tree.prefix_sums(x, start, reverse=reverse, factor=factor))
-    before, last = sums(x, start, 0.9)
-    total, found = start, []
-    for one in x[:: -1 if reverse else 1]:
-        found.append(total)
-        total = 0.9 * total + one
-    np.testing.assert_allclose(last, total, rtol=1e-13)
-    np.testing.assert_allclose(before, np.reshape(found[:: -1 if reverse else 1], (n, 3)), rtol=1e-12, atol=1e-14)
-
-
-def test_secant_sweeps_are_no_coarse_step():
-    with pytest.raises(ValueError, match=r"would depend on the sweeps before it. Take Picard\(sweeps=2\)"):
-        decaying().solve(solver=lp_jax.MGRIT(coarse_step=lp_jax.Secant(sweeps=2)))

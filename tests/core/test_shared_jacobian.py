@@ -1,8 +1,5 @@
 """`Newton(jacobian="shared")`: one Jacobian for the batch, against its recursions written out in NumPy."""
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,21 +87,6 @@ def test_adjoint_iterates(storage, iterations):
     np.testing.assert_allclose(gradients.y0, lam[0], rtol=1e-11, atol=1e-12)
 
 
-def test_as_many_iterations_as_layers_are_exact():
-    given = tuple(map(jnp.asarray, weights())), jnp.asarray(inputs())
-    y0 = jnp.ones((BATCH, WIDTH))
-
-    def gradient(solver):
-        def loss(weights, x):
-            return jnp.sum(lp_jax.solve(knows_the_batch, None, y0, shared=weights, data=x, solver=solver).y1 ** 2)
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1)))(*given)
-
-    exact = gradient(lp_jax.Serial())
-    assert relative_error(gradient(shared(N, storage="states")), exact) < 1e-12
-    assert relative_error(gradient(shared(2, storage="states")), exact) > 1e-6
-
-
 def test_each_example_has_a_part_of_its_inputs_only():
     """Weights, biases and tables may have as many rows as there are examples."""
     operands = {
@@ -151,37 +133,6 @@ def test_leaves_must_agree_in_their_examples():
 # --- the Jacobian of another step ------------------------------------------------------------------------------------
 
 
-@functools.cache
-def gradient_of(body, solver, *, has_aux=False):
-    y0 = jnp.linspace(-1, 1, BATCH * WIDTH).reshape(BATCH, WIDTH)
-
-    def loss(weights, x, scale):
-        def scaled(y, layer):
-            y = scale * body(y, layer)
-            return (y, y) if has_aux else y
-
-        def other(y, layer):
-            fixed = jax.lax.stop_gradient(y @ layer.shared[0])
-            y = scale * jnp.tanh(fixed + layer.data + layer.shared[1][None]) + 0.1 * y
-            return (y, y) if has_aux else y
-
-        both = dataclasses.replace(solver, jacobian_of=other) if getattr(solver, "jacobian_of", None) else solver
-        solvers = {"solver": both, "adjoint_solver": both}
-        solution = lp_jax.solve(scaled, None, y0, shared=weights, data=x, has_aux=has_aux, **solvers)
-        return jnp.sum(solution.y1**2) + (jnp.sum(solution.aux**3) if has_aux else 0)
-
-    given = tuple(map(jnp.asarray, weights())), jnp.asarray(inputs()), jnp.asarray(0.9)
-    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*given)
-
-
-@pytest.mark.parametrize(("jacobian", "has_aux"), [("full", False), ("shared", True), ("diagonal", False)])
-def test_the_jacobian_of_another_step_leads_to_the_same_states(jacobian, has_aux):
-    """Steps that close over a traced number; forward and adjoint, as many iterations as layers."""
-    solver = lp_jax.Newton(jacobian=jacobian, iterations=N, batch_axes=1, jacobian_of=step)
-    exact = gradient_of(step, lp_jax.Serial(), has_aux=has_aux)
-    assert relative_error(gradient_of(step, solver, has_aux=has_aux), exact) < 1e-12
-
-
 @jax.jit
 def both_trajectories(solver):
     y0, guess = jnp.ones((BATCH, WIDTH)), jnp.ones((N, BATCH, WIDTH))
@@ -205,11 +156,16 @@ def test_iterates_are_those_of_that_jacobian(jacobian, other, same):
         np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-13)
 
 
-def test_another_body_of_a_scan():
-    """A stop_gradient in the body changes the gradient in silence; as ``jacobian_of`` it does not."""
-    xs, (w, b) = jnp.asarray(inputs()), map(jnp.asarray, weights())
+@pytest.mark.parametrize("jacobian", ["full", "shared", "diagonal"])
+def test_another_body_of_a_scan(jacobian):
+    """A stop_gradient in the body changes the gradient in silence; as ``jacobian_of`` it does not.
 
-    def body(stop):
+    By what is scanned over and by what both bodies close over; as many iterations as layers.
+    """
+
+    def body(weights, stop):
+        w, b = weights
+
         def cell(carry, x):
             count, h = carry
             h = jnp.tanh(stop(h @ w) + x + b[None])
@@ -217,14 +173,20 @@ def test_another_body_of_a_scan():
 
         return cell
 
-    def gradient(body, solver):
-        init = jnp.int32(0), jnp.ones((BATCH, WIDTH))
-        return jax.jit(jax.grad(lambda xs: jnp.sum(lp_jax.scan(body, init, xs, solver=solver)[1] ** 2)))(xs)
+    def gradient(stop, jacobian_of=None):
+        def loss(xs, weights):
+            solver = lp_jax.Serial()
+            if jacobian_of is not None:
+                other = body(weights, jacobian_of)
+                solver = lp_jax.Newton(jacobian=jacobian, iterations=N, batch_axes=1, jacobian_of=other)
+            init = jnp.int32(0), jnp.ones((BATCH, WIDTH))
+            return jnp.sum(lp_jax.scan(body(weights, stop), init, xs, solver=solver)[1] ** 2)
 
-    exact = gradient(body(lambda x: x), lp_jax.Serial())
-    other = lp_jax.Newton(iterations=N, batch_axes=1, jacobian_of=body(jax.lax.stop_gradient))
-    assert relative_error(gradient(body(lambda x: x), other), exact) < 1e-12
-    assert relative_error(gradient(body(jax.lax.stop_gradient), lp_jax.Serial()), exact) > 1e-2
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(jnp.asarray(inputs()), tuple(map(jnp.asarray, weights())))
+
+    exact = gradient(lambda x: x)
+    assert relative_error(gradient(lambda x: x, jax.lax.stop_gradient), exact) < 1e-12
+    assert relative_error(gradient(jax.lax.stop_gradient), exact) > 1e-2
 
 
 def test_another_step_that_is_none_is_refused():

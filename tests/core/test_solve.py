@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import compiled
-from problems import INJECT, dense_params, dense_state, dense_step, relative_error
+from problems import INJECT, dense_params, dense_state, dense_step
 
 import lp_jax
 
@@ -57,27 +57,6 @@ def test_eager_calls_compile_once():
     assert step.count <= 2 < first  # once per level, for the checks
 
 
-def test_solve_is_pure():
-    """Same inputs, same outputs, bit for bit, whatever was solved in between."""
-    solver = lp_jax.MGRIT(coarsening=4, start="guess", coarse_step=INJECT)
-    first = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver)
-    lp_jax.solve(dense_step, PARAMS, 5 * Y0, solver=solver)
-    again = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver)
-    assert all(jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True))
-
-
-@pytest.mark.parametrize("levels, steps", [(1, 32), (5, 1), (3, 3)])
-def test_one_level_is_serial_bit_for_bit(levels, steps):
-    params = jax.tree.map(lambda x: x[:steps], PARAMS)
-
-    def run(solver):
-        loss = lambda p, y: jnp.sum(lp_jax.solve(dense_step, p, y, solver=solver).y1 ** 2)  # noqa: E731
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, Y0)
-
-    got, wanted = run(lp_jax.MGRIT(levels=levels, coarsening=4)), run(lp_jax.Serial())
-    assert all(jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
-
-
 def test_tolerances_stop_the_loop():
     history = lp_jax.solve(
         dense_step, PARAMS, Y0, solver=lp_jax.MGRIT(iterations=8, coarse_step=INJECT)
@@ -103,17 +82,6 @@ def test_a_tolerance_below_zero_is_met_by_no_residual_not_even_zero(solver):
     assert int(solution.stats.iterations) == solver.iterations > 1
 
 
-def test_trajectory_is_a_guess():
-    solver = lp_jax.MGRIT(coarsening=4, iterations=3, start="guess", coarse_step=INJECT)
-    cold = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver, t1=4.0)
-    warm = lp_jax.solve(dense_step, PARAMS, Y0, solver=solver, t1=4.0, guess=cold.trajectory)
-    assert cold.trajectory.shape == (8, 2, 4)
-    assert jnp.array_equal(cold.trajectory[-1], cold.y1)
-    assert warm.stats.residual_norms[0] < 0.1 * cold.stats.residual_norms[0]
-    for guess in ("zeros", "constant"):
-        assert jnp.isfinite(lp_jax.solve(dense_step, PARAMS, Y0, solver=solver, guess=guess).y1).all()
-
-
 def test_layer_fields():
     """What a step sees on each level: index, t, dt, level."""
     seen = {}
@@ -135,38 +103,6 @@ def test_layer_fields():
     assert seen[0] >= {(n, times[n], dt[n]) for n in range(8)}
     assert seen[1] >= {(0, 0.0, 4.0), (3, 4.0, 28.0), (6, 32.0, 96.0)}
     assert seen[2] >= {(0, 0.0, 32.0), (6, 32.0, 96.0)}
-
-
-def test_rules_of_rediscretization():
-    """A user's rule gets the interval's stacked parameters, of a short interval only its own."""
-    params = jax.tree.map(lambda x: x[:30], PARAMS)
-    mean = lambda p: jax.tree.map(lambda x: jnp.mean(x, axis=0), p)  # noqa: E731
-    got, wanted = (
-        lp_jax.solve(dense_step, params, Y0, solver=lp_jax.MGRIT(levels=3, coarse_step=how), t1=4.0).y1
-        for how in (lp_jax.Rediscretize(params=mean), lp_jax.Rediscretize(params="mean"))
-    )
-    np.testing.assert_allclose(got, wanted, rtol=1e-13)
-
-
-def test_settings_are_hashable_pytrees():
-    solver = lp_jax.MGRIT(rtol=1e-3, coarse_step=lp_jax.Picard(sweeps=2))
-    assert hash(solver) == hash(lp_jax.MGRIT(rtol=1e-3, coarse_step=lp_jax.Picard(sweeps=2)))
-    leaves, structure = jax.tree.flatten(solver)
-    assert leaves == [1e-3, 1.0]
-    assert jax.tree.unflatten(structure, leaves) == solver
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        solver.levels = 3
-
-
-def test_unhashable_steps_work():
-    class Step:
-        __hash__ = None
-
-        def __call__(self, y, layer):
-            return dense_step(y, layer)
-
-    got = lp_jax.solve(Step(), PARAMS, Y0).y1
-    assert relative_error(got, lp_jax.solve(dense_step, PARAMS, Y0).y1) == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- the code
@@ -244,22 +180,6 @@ def test_subpackages_come_with_the_package():
 # --- a problem solves itself ----------------------------------------------------------------------------------------
 
 
-def test_a_problem_has_the_verbs_as_methods():
-    solver, adjoint = lp_jax.Picard(sweeps=2), lp_jax.Picard(sweeps=3)
-    problem = lp_jax.Problem(dense_step, PARAMS, Y0, t1=2.0)
-    solvers = {"solver": solver, "adjoint_solver": adjoint}
-    wanted, pull = lp_jax.solve_vjp(dense_step, PARAMS, Y0, t1=2.0, **solvers)
-    found, pullback = problem.solve_vjp(**solvers)
-    for a, b in zip(jax.tree.leaves((wanted, pull(Y0))), jax.tree.leaves((found, pullback(Y0))), strict=True):
-        np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(problem.solve(**solvers).y1, wanted.y1)
-    guess = wanted.trajectory
-    np.testing.assert_array_equal(
-        problem.solve(**solvers, guess=guess).y1,
-        lp_jax.solve(dense_step, PARAMS, Y0, t1=2.0, **solvers, guess=guess).y1,
-    )
-
-
 def test_a_problem_with_something_replaced_is_checked_anew():
     problem = lp_jax.Problem(dense_step, PARAMS, Y0, t1=2.0)
     assert problem.replace(t1=1.0).t1 == 1.0 and problem.t1 == 2.0
@@ -269,18 +189,3 @@ def test_a_problem_with_something_replaced_is_checked_anew():
         problem.replace(y0=jnp.arange(4))
     with pytest.raises(TypeError, match="Did you mean params"):
         problem.replace(parms=PARAMS)
-
-
-def test_forward_and_adjoint_share_slots_for_intervals_of_both():
-    """Intervals of 4 and of 3 layers: slots for 12, some of them beyond the last layer."""
-    params = jax.tree.map(lambda x: x[:31], PARAMS)
-
-    @jax.jit
-    @jax.value_and_grad
-    def run(params, solver, adjoint_solver=None):
-        return jnp.sum(lp_jax.solve(dense_step, params, Y0, solver=solver, adjoint_solver=adjoint_solver).y1 ** 2)
-
-    found = run(params, *(lp_jax.MGRIT(coarsening=m, iterations=12, coarse_step=INJECT) for m in (4, 3)))
-    wanted = run(params, lp_jax.Serial())
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from networks import mesh
 from problems import INJECT, relative_error, serial_loss_and_gradient, solved_loss_and_gradient
 
 import lp_jax
@@ -88,13 +89,14 @@ def test_constants_and_linear_functions_are_kept_and_no_error_grows(n):
     assert eigenvalues.min() > -1e-15 and eigenvalues.max() < 1 + 1e-14
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex128"])
-def test_dtypes_are_kept(dtype):
+def test_dtypes_are_kept_and_pairs_are_equal():
     restrict, prolong = lp_jax.spatial(2)
-    u = jnp.ones((2, 4, 6, 1), dtype)
-    there_and_back = jax.jit(lambda u: prolong(restrict(u)))(u)
-    np.testing.assert_array_equal(there_and_back.astype("complex128"), np.ones(u.shape))
-    assert there_and_back.dtype == u.dtype
+    for dtype in ("bfloat16", "float32", "complex128"):
+        u = jnp.ones((2, 4, 6, 1), dtype)
+        there_and_back = prolong(restrict(u))
+        np.testing.assert_array_equal(there_and_back.astype("complex128"), np.ones(u.shape))
+        assert there_and_back.dtype == u.dtype
+    assert lp_jax.spatial(2) == lp_jax.spatial(2) != lp_jax.spatial(3) and hash(make(1)) == hash(make(1))
 
 
 # ------------------------------------------------------------------------------------------------------------------- solves
@@ -143,6 +145,7 @@ def serial_of(dims):
 
 VARIANTS = {
     "V": {},
+    "over devices": {"workers": 4},
     "batched": {"at_once": math.inf},
     "all stored": {"storage": "all"},
     "below the first level": {"relaxation": ("F", "FCF"), "below": True},
@@ -154,9 +157,9 @@ VARIANTS = {
 @pytest.mark.parametrize(("dims", "variant"), [(1, name) for name in VARIANTS] + [(2, "V"), (3, "V")])
 def test_the_gradient_is_the_serial_one(dims, variant):
     fields = dict(VARIANTS[variant])
-    pair, levels = lp_jax.spatial(dims), 2 if dims == 3 else 3
+    pair, levels, workers = lp_jax.spatial(dims), 2 if dims == 3 else 3, fields.pop("workers", 1)
     solver = make(dims, levels=levels, spatial=(None, pair) if fields.pop("below", False) else pair, **fields)
-    (value, got), (wanted, exact) = gradient(*problem(dims), solver), serial_of(dims)
+    (value, got), (wanted, exact) = gradient(*problem(dims), solver, mesh(workers)), serial_of(dims)
     assert abs(value - wanted) < 1e-12 * wanted
     assert relative_error(got, exact) < 1e-10
 
@@ -187,12 +190,6 @@ def test_smooth_states_lose_little_and_rough_ones_all():
     )  # random kernels on noise: the coarse grid knows nothing of it
 
 
-def test_over_the_devices_of_a_mesh():
-    comm = lp_jax.MeshComm(jax.make_mesh((4,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,)))
-    arrays, solver = problem(1), make(1, levels=2, iterations=2)
-    assert relative_error(gradient(*arrays, solver, comm)[1], gradient(*arrays, solver)[1]) < 1e-12
-
-
 def decay(y, layer):
     return (1 - layer.dt) * y
 
@@ -220,25 +217,6 @@ def test_f_relaxation_alone_does_not_converge(n):
         assert norms("F", None)[1:].max() < 1e-15
 
 
-def test_with_fcf_one_interval_more_is_exact_after_each_cycle():
-    params, y0, _ = problem(2)
-
-    @jax.jit
-    def errors(params, y0):
-        def body(y, w):
-            y = convolve(y, lp_jax.Layer(w, None, None, None, 1 / 2, None, 0))
-            return y, y
-
-        exact = jax.lax.scan(body, y0, params)[1][1::2]
-        solvers = (make(2, iterations=cycles, start="guess") for cycles in (1, 2))
-        found = (lp_jax.solve(convolve, params, y0, t1=4.0, solver=solver).trajectory for solver in solvers)
-        return [jnp.abs(u - exact).max(axis=(1, 2, 3, 4)) for u in found]
-
-    for cycles, error in enumerate(errors(params, y0), 1):
-        assert error[: cycles + 1].max() < 1e-14  # one more by the final sweep
-        assert error[cycles + 1 :].min() > 1e-6
-
-
 def test_coarse_convolutions_run_on_a_share_of_the_points():
     """Points that convolutions are evaluated at, by level, counted as they happen: 1/4 per evaluation on each level."""
     evaluations, points = collections.Counter(), collections.defaultdict(set)
@@ -262,30 +240,3 @@ def test_coarse_convolutions_run_on_a_share_of_the_points():
     assert points == {0: {(9, 8)}, 1: {(5, 4)}, 2: {(3, 2)}}
     run((None, lp_jax.spatial(2)))
     assert points == {0: {(9, 8)}, 1: {(9, 8)}, 2: {(5, 4)}}
-
-
-def test_pairs_that_are_alike_are_equal_and_share_a_program():
-    assert lp_jax.spatial(2) == lp_jax.spatial(2) != lp_jax.spatial(3)
-    assert hash(make(1)) == hash(make(1))
-    traces = []
-
-    def step(y, layer):
-        traces.append(y.shape)
-        return convolve(y, layer)
-
-    params, y0, _ = problem(1)
-    lp_jax.solve(step, params, y0, solver=make(1))
-    before = len(traces)
-    lp_jax.solve(step, params, y0, solver=make(1))
-    assert len(traces) - before <= 3  # once per level, to see what it returns
-
-
-def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match="dims must be at least 1; got 0"):
-        lp_jax.spatial(0)
-    with pytest.raises(TypeError, match="dims must be an integer"):
-        lp_jax.spatial("2")
-    with pytest.raises(
-        ValueError, match=r"spatial\(dims=3\) needs states with 3 axes of space.*got one of shape \(2, 9, 2\)"
-    ):
-        lp_jax.solve(convolve, *problem(1)[:2], solver=make(3))

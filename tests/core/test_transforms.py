@@ -51,7 +51,8 @@ def exact(what):
 
 
 def scanned(f, params):
-    total, _ = jax.lax.scan(lambda total, x: (total + f(x), None), jnp.zeros(()), params[None])
+    """Of two solves."""
+    total, _ = jax.lax.scan(lambda total, x: (total + f(x), None), jnp.zeros(()), jnp.stack([params, DIRECTION]))
     return total
 
 
@@ -68,8 +69,11 @@ def compiled_and_exported(f, params):
 CELLS = {
     "jit, AOT, export": (compiled_and_exported, "gradient"),
     "grad of jit": (lambda f, p: jax.grad(jax.jit(f))(p), "gradient"),
-    "vmap of grad": (lambda f, p: jax.jit(jax.vmap(jax.grad(f)))(p[None])[0], "gradient"),
-    "grad of vmap": (lambda f, p: jax.jit(jax.grad(lambda q: jax.vmap(f)(q).sum()))(p[None])[0], "gradient"),
+    "vmap of grad": (lambda f, p: jax.jit(jax.vmap(jax.grad(f)))(jnp.stack([DIRECTION, p]))[1], "gradient"),
+    "grad of vmap": (
+        lambda f, p: jax.jit(jax.grad(lambda q: jax.vmap(f)(q).sum()))(jnp.stack([DIRECTION, p]))[1],
+        "gradient",
+    ),
     "scan": (lambda f, p: jax.jit(jax.grad(functools.partial(scanned, f)))(p), "gradient"),
     "remat": (lambda f, p: jax.jit(jax.grad(jax.checkpoint(f)))(p), "gradient"),
     "jacrev": (lambda f, p: jax.jacrev(f)(p), "gradient"),

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import INJECT, dense_params, dense_state, dense_step, relative_error
+from problems import INJECT, dense_params, dense_state, dense_step
 
 import conftest  # noqa: F401  (float64, strict promotion)
 import lp_jax
@@ -279,17 +279,6 @@ def depths(_=None):
         staying(nnx.eval_shape(lambda: network(6, COMM)).trunk, 12)
     with pytest.raises(ValueError, match="each has only its run"):
         nn.refine(network(8, COMM).trunk, how="linear")
-
-
-@case
-def training(_=None):
-    """Training on real digits ends with the same parameters."""
-    import digits_training
-
-    opening, layers, closing = on_one_device(lambda _: digits_training.train(digits_training.initial(), None)[0])[""]
-    run = mine(digits_training.LAYERS, digits_training.SOLVER, digits_training.ADJOINT)
-    got, _ = digits_training.train(digits_training.initial(run), COMM)
-    assert relative_error(got, (opening, cut(layers, run), closing)) < 1e-8
 
 
 @case

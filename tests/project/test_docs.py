@@ -111,14 +111,6 @@ def test_output_is_compared():
     assert same("...\nb\n...", "a b c") and same("...\nb", "b b") and not same("a\n...\na", "a") and not same("a", "")
 
 
-def test_examples_that_need_more_than_this_process_are_python():
-    """Blocks marked "py" are pieces of programs for several processes."""
-    pieces = [text for page in PAGES for language, text in blocks(page) if language == "py"]
-    for text in pieces:
-        ast.parse(text)
-        assert re.search(r"MPIComm|Ranks|distributed|process", text), text
-
-
 def anchors(text):
     """Anchors of a page's headings, as GitHub and the site make them."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), flags=re.MULTILINE)

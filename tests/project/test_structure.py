@@ -5,6 +5,7 @@ those by a name, ``importlib.import_module(f"lp_jax.cli.problems.{name}")``.
 """
 
 import ast
+import collections
 import functools
 import re
 from pathlib import Path
@@ -120,57 +121,24 @@ def test_the_table_of_layers_is_whole():
 # --- classes --------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def bindings(module: str) -> dict[str, str]:
-    """What each name in a module stands for, by its full name."""
-    found = {}
-    for node in ast.walk(sources()[module]):
-        if isinstance(node, ast.Import):
-            found |= {
-                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
-            }
-        elif isinstance(node, ast.ImportFrom):
-            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-        elif isinstance(node, ast.ClassDef):
-            found[node.name] = f"{module}.{node.name}"
-    return found
-
-
-def full_name(module: str, node: ast.AST) -> str:
-    """The name of a class where it is defined, whatever a module calls it."""
-    if isinstance(node, ast.Subscript):
-        return full_name(module, node.value)
-    if isinstance(node, ast.Attribute):
-        return defined(f"{full_name(module, node.value)}.{node.attr}")
-    return defined(bindings(module).get(node.id, "")) if isinstance(node, ast.Name) else ""
-
-
-def defined(name: str) -> str:
-    """Where a name comes from that a package hands on."""
-    package, _, last = name.rpartition(".")
-    found = bindings(package).get(last, name) if package in sources() else name
-    return name if found == name else defined(found)
+def called(node: ast.AST) -> str:
+    """The last name of a name, attribute or subscript."""
+    node = node.value if isinstance(node, ast.Subscript) else node
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 @functools.cache
 def bases() -> dict[str, set[str]]:
-    """The bases of each class."""
-    return {f"{name}.{n.name}": {full_name(name, base) for base in n.bases} for name, n in nodes(ast.ClassDef)}
+    """The bases of each class, by names; several that share a name count as one."""
+    return {node.name: {called(base) for base in node.bases} for _, node in nodes(ast.ClassDef)}
 
 
 @functools.cache
 def concrete_solvers() -> set[str]:
-    found = {
-        name for name in bases() if name.endswith("._rediscretize.Rediscretize") or name.endswith("._solver.Solver")
-    }
+    found = {"Rediscretize", "Solver"}
     while more := {name for name, above in bases().items() if above & found} - found:
         found |= more
-    return {name for name in found if not name.endswith(".Solver")}
-
-
-def called(node: ast.AST) -> str:
-    """The last name of a name or attribute."""
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return found - {"Solver"}
 
 
 def is_type_of(node: ast.AST) -> bool:
@@ -195,22 +163,17 @@ def asked(node: ast.AST) -> ast.AST | None:
 
 def questions() -> list[str]:
     """Where the code asks whether a solver is of one class, outside the module of that class."""
-    found = []
+    found, home = [], {node.name: name for name, node in nodes(ast.ClassDef)}
     for name, node in nodes((ast.Call, ast.MatchClass, ast.Compare, ast.Subscript)):
-        answer = asked(node)
-        if answer is None:
-            continue
-        parts = list(ast.walk(answer))
-        strings = {n.value for n in parts if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-        meant = {full_name(name, n) for n in parts} | {c for c in concrete_solvers() if c.rpartition(".")[2] in strings}
-        if hits := {c for c in meant & concrete_solvers() if c.rpartition(".")[0] != name}:
-            found.append(f"{name}, line {node.lineno}: {' '.join(sorted(c.rpartition('.')[2] for c in hits))}")
+        parts = list(ast.walk(asked(node) or ast.Pass()))
+        meant = {called(n) for n in parts} | {n.value for n in parts if isinstance(n, ast.Constant)}
+        if hits := {cls for cls in meant & concrete_solvers() if home[cls] != name}:
+            found.append(f"{name}, line {node.lineno}: {' '.join(sorted(hits))}")
     return found
 
 
 def test_the_solvers_are_found():
-    names = {name.rpartition(".")[2] for name in concrete_solvers()}
-    assert {"MGRIT", "Picard", "Newton", "Serial", "Rediscretize"} <= names
+    assert {"MGRIT", "Picard", "Newton", "Serial", "Rediscretize"} <= concrete_solvers()
 
 
 def test_nobody_asks_which_solver_it_has():
@@ -231,10 +194,11 @@ def test_a_solver_is_asked_for_what_a_method_needs():
 
 
 def test_classes_are_abstract_or_final():
-    """None is both subclassed and instantiated."""
-    subclassed = set().union(*bases().values())
-    instantiated = {full_name(name, node.func) for name, node in nodes(ast.Call)}
-    both = subclassed & instantiated & bases().keys()
+    """None is both subclassed and instantiated, of those that have a name of their own."""
+    names = collections.Counter(node.name for _, node in nodes(ast.ClassDef))
+    instantiated = {called(node.func) for _, node in nodes(ast.Call)}
+    subclassed = {ast.unparse(base) for _, node in nodes(ast.ClassDef) for base in node.bases}
+    both = subclassed & instantiated & {name for name, number in names.items() if number == 1}
     assert not both, sorted(both)
 
 
