@@ -17,7 +17,7 @@ from problems import dense_params, dense_state, dense_step
 
 import lp_jax
 from lp_jax._arrays import _at_once, _products
-from lp_jax._arrays._at_once import ACCELERATOR, CPU, Footprint, chunk, in_chunks
+from lp_jax._arrays._at_once import ACCELERATOR, CPU, Footprint, chunk
 from lp_jax._arrays._outer import has_few, with_few_terms
 from lp_jax._programs._traced import trace
 from lp_jax._solvers._sweeps import Picard
@@ -85,29 +85,6 @@ def test_what_is_no_number_of_layers_is_refused(kind):
 @pytest.mark.parametrize("n, most, size", [(12, 12, 12), (12, 20, 12), (12, 5, 4), (13, 4, 4), (14, 5, 5), (7, 1, 1)])
 def test_parts_are_equal_where_that_costs_little(n, most, size):
     assert chunk(n, most) == size
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("size", [1, 3, 4, 11])
-def test_parts_follow_each_other(size, reverse):
-    """Against a plain loop: a carry that depends on the order, and an output for each entry."""
-    x = np.arange(11.0) + 1
-
-    def f(total, part):
-        some = part[::-1] if reverse else part
-        sums = total + jnp.cumsum(some)
-        return 2 * sums[-1], sums[::-1] if reverse else sums
-
-    total, out = jax.jit(lambda x: in_chunks(f, jnp.asarray(0.5), x, size, reverse=reverse))(x)
-    parts = [x[i : i + chunk(11, size)] for i in range(0, 11, chunk(11, size))]
-    if reverse:
-        parts = [x[::-1][i : i + chunk(11, size)] for i in range(0, 11, chunk(11, size))]
-    wanted, found = 0.5, []
-    for part in parts:
-        found += list(wanted + np.cumsum(part))
-        wanted = 2 * found[-1]
-    np.testing.assert_allclose(total, wanted)
-    np.testing.assert_allclose(out, found[::-1] if reverse else found)
 
 
 def of_few_terms(step, terms):

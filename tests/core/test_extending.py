@@ -124,8 +124,8 @@ def fields(cls):
     return lp_jax.register()(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
 
 
-def outside():
-    """A solver that nobody knows: Jacobi's method on the layers. With a state of its own, and a number of rounds."""
+def test_what_is_registered_for_a_solver_is_taken(page):
+    """Of one that nobody knows, with a state of its own and a number of rounds: Jacobi's method on the layers."""
 
     @fields
     class Jacobi(lp_jax.Solver):
@@ -146,11 +146,6 @@ def outside():
         def c_points(self, levels, state):
             return state["states"]
 
-    return Jacobi
-
-
-def test_what_is_registered_for_a_solver_is_taken(page):
-    Jacobi = outside()
     solver = Jacobi()
     assert planning.summary(solver) == "3 Jacobi iterations"
     with pytest.raises(TypeError, match=r"Jacobi has no field `iterations`; register .*planning.with_effort.register"):

@@ -58,7 +58,7 @@ def test_the_two_grid_method_by_hand_is_the_solver_s(start, comm, batch):
 
 @pytest.mark.parametrize(("kind", "cycle"), [("V", mg.v_cycle), ("F", mg.f_cycle), ("W", mg.w_cycle)])
 def test_the_built_in_cycles_are_such_functions(kind, cycle):
-    deep = {"levels": 4, "coarsening": 2, "iterations": 2, "start": "guess", "coarse_step": lp_jax.Rediscretize()}
+    deep = {"levels": 3, "coarsening": 2, "iterations": 2, "start": "guess", "coarse_step": lp_jax.Rediscretize()}
     options = {"relaxation": ("FCF", "F"), "c_weight": 0.9}
     named, made = (
         lp_jax.MGRIT(cycle=kind, **options, **deep),

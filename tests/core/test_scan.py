@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.sparse import BCOO
-from networks import mesh
 from problems import INJECT
 
 import lp_jax
@@ -147,17 +146,6 @@ def test_the_results_are_those_of_lax_scan(monkeypatch, name, n, reverse):
     # written out, products and sums of several layers are fused, and round otherwise; one at a time, to the last bit
     monkeypatch.setattr(_at_once, "CPU", dataclasses.replace(_at_once.CPU, unroll_bytes=0))
     assert_same(found(lp_jax.Serial()), wanted, 0)
-
-
-def test_layers_over_devices():
-    body, make = BODIES["counting"]
-    operands = make(13)
-
-    def scan(*arguments):
-        return lp_jax.scan(*arguments, solver=lp_jax.MGRIT(iterations=4), comm=mesh(8))
-
-    wanted = everything(jax.lax.scan, body, operands, 13, False)
-    assert_same(everything(scan, body, operands, 13, False), wanted, 1e-13)
 
 
 def test_a_guess_restarts_a_scan():

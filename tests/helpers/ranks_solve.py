@@ -47,6 +47,11 @@ def same_everywhere(tree):
     assert all(np.array_equal(a, b, equal_nan=True) for rank in theirs for a, b in zip(rank, theirs[0], strict=True))
 
 
+def close(got, wanted, rtol=1e-11, atol=1e-12):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
 def on_one_device(compute, names=("",)):
     """Results by name, each computed by one of the ranks alone, for all of them.
 
@@ -169,15 +174,13 @@ def one_shot(_=None):
         with train.Checkpoints(folder, config={}) as on_one:
             restored = on_one.restore(empty(whole))
             on_one.save(restored._replace(step=restored.step + 1))
-        for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(whole), strict=True):
-            np.testing.assert_array_equal(a, b)
+        close(restored, whole, 0, 0)
     COMM.comm.Barrier()
     with train.Checkpoints(folder, config={}, ranks=ranks) as checkpoints:
         again = checkpoints.restore(empty(state))
     assert int(again.step) == int(state.step) + 1
     again = again._replace(step=state.step)
-    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(a, b)
+    close(again, state, 0, 0)
 
     def alone(_):
         step_fn, state = begin(params, None)
@@ -185,8 +188,7 @@ def one_shot(_=None):
 
     wanted, whole = on_one_device(alone)[""], ranks.gather(two_steps(step_fn, again))
     if whole is not None:  # L-BFGS arranges what it remembers otherwise than optax
-        for a, b in zip(*(jax.tree.leaves(x._replace(opt_state=None)) for x in (whole, wanted)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+        close(whole._replace(opt_state=None), wanted._replace(opt_state=None), 1e-10)
 
 
 @case
@@ -204,8 +206,7 @@ def outputs():
 
     got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(cut(test.PARAMS, run), test.Y0, test.SHARED)
     wanted = on_one_device(lambda _: test.exact_gradient())[""]
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves((cut(wanted[0], run), *wanted[1:])), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+    close(got, (cut(wanted[0], run), *wanted[1:]))
     same_everywhere(got[1:])
 
 
@@ -273,8 +274,7 @@ def depths(_=None):
         whole = ranks.gather(state)
         if whole is not None:
             np.testing.assert_allclose(losses, losses_alone, rtol=1e-11)
-            for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(alone), strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+            close(whole, alone, 1e-9)
     with pytest.raises(ValueError, match=r"cannot move between ranks, which hold \[4, 2\] of 6 .* \[6, 6\] of 12"):
         staying(nnx.eval_shape(lambda: network(6, COMM)).trunk, 12)
     with pytest.raises(ValueError, match="each has only its run"):
@@ -326,16 +326,13 @@ def grid(copies):
     local = ranks.local_batch((inputs, answers))
     assert len(local[0]) == batch // int(copies)
     state, seen = three_steps(ranks.loss(functools.partial(loss_fn, ranks.layers)), here, local, ranks)
-    for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(wanted[1]), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-11)
+    close(seen, wanted[1], atol=0)
     whole = ranks.gather(state)
     assert (whole is None) == (COMM.rank > 0)
     if whole is not None:
-        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(wanted[0]), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+        close(whole, wanted[0], 1e-10)
     again = ranks.scatter(whole, jax.tree.map(jnp.zeros_like, state))
-    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(a, b)
+    close(again, state, 0, 0)
     assert ranks.agree(None) is None
     assert ranks.agree(15 if COMM.rank == COMM.size - 1 else None) == 15
     assert ranks.once(lambda: COMM.rank) == 0
@@ -372,8 +369,7 @@ def spline(_=None):
         return jax.tree.map(np.asarray, compute(test_spline.make_trunk(comm=comm, **of), y))
 
     wanted, got = on_one_device(lambda _: found(None))[""], found(COMM)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+    close(got, wanted)
     same_everywhere(got)
     ordinary = test_spline.make_trunk(comm=COMM)
     for call in (nn.refine, nn.unstack):
@@ -429,34 +425,25 @@ def messages(_=None):
         assert {name for name, _ in counts} <= {"allgather"}
 
 
-DISAGREE = {
-    "dtype": r"the ranks disagree on the layers: params, data\[0\] is float64\[\] on rank 0 and float32\[\] on rank 1",
-    "shape": r"disagree on what all layers share: y0, shared\[0\] is float64\[3\] on rank 0 and float64\[4\] on rank 1",
-    "layers": r"the ranks passed \[7, 8\] layers, 15 in all; .* a multiple of 2.*like \[8, 7\].*lp_jax.layer_slices\(15, 2,",
-    "solver": r"disagree on the solvers",
-    "times": r"disagree on the times: t1 is 2.0 on rank 0 and 3.0 on rank 1",
-}
-
-
 @case
 def disagree(_=None):
     """Every rank says what the ranks disagree on."""
     step = lambda y, layer: y + layer.dt.astype(y.dtype) * layer.params.astype(y.dtype) * y  # noqa: E731
-    for what, message in DISAGREE.items():
-        solver = lp_jax.MGRIT(coarsening=2)
-        params, y0 = jnp.ones(16)[mine(16, solver)], jnp.ones(3)
-        if what == "layers" and COMM.rank == 0:
-            params = params[1:]
-        if COMM.rank == 1:
-            if what == "dtype":
-                params = params.astype(jnp.float32)
-            elif what == "shape":
-                y0 = jnp.ones(4)
-            elif what == "solver":
-                solver = lp_jax.MGRIT(coarsening=4)
-        times = {"t1": 2.0 + COMM.rank} if what == "times" else {}
+    own = {"params": jnp.ones(16)[mine(16, lp_jax.MGRIT(coarsening=2))], "y0": jnp.ones(3), "t1": 2.0}
+    own["solver"] = lp_jax.MGRIT(coarsening=2)
+    others = {  # what one rank passes otherwise
+        r"on the layers: params, data\[0\] is float64\[\] on rank 0 and float32\[\] on rank 1": (
+            1, {"params": own["params"].astype(jnp.float32)}),
+        r"what all layers share: y0, shared\[0\] is float64\[3\] on rank 0 and float64\[4\] on rank 1": (
+            1, {"y0": jnp.ones(4)}),
+        r"the ranks passed \[7, 8\] layers, 15 in all; .* a multiple of 2.*like \[8, 7\].*lp_jax.layer_slices\(15, 2,": (
+            0, {"params": own["params"][1:]}),
+        "disagree on the solvers": (1, {"solver": lp_jax.MGRIT(coarsening=4)}),
+        "disagree on the times: t1 is 2.0 on rank 0 and 3.0 on rank 1": (1, {"t1": 3.0}),
+    }  # fmt: skip
+    for message, (rank, other) in others.items():
         with pytest.raises((TypeError, ValueError), match=message):
-            lp_jax.solve(step, params, y0, **times, solver=solver, comm=COMM)
+            lp_jax.solve(step, **(own | (other if COMM.rank == rank else {})), comm=COMM)
 
 
 REFUSED = {

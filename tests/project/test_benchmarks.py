@@ -1,7 +1,6 @@
 """The benchmarks: arithmetic on fake clocks, and each suite end to end on a tiny problem. Nothing here asserts on time."""
 
 import dataclasses
-import io
 import itertools
 import json
 from pathlib import Path
@@ -14,7 +13,6 @@ from test_published import UNIT
 import lp_jax
 from benchmarks import (
     at_once,
-    default,
     dense,
     gpu,
     harness,
@@ -26,7 +24,7 @@ from benchmarks import (
     single,
     training,
 )
-from benchmarks.command import Progress, run
+from benchmarks.command import run
 from benchmarks.harness import Clock, Contender, measure, order, relative_error, spread, summary
 from benchmarks.manifest import manifest
 from lp_jax import cli, planning
@@ -145,16 +143,6 @@ def test_manifest_says_where_a_result_comes_from():
     json.dumps(m)
 
 
-def test_progress_off_a_terminal_is_a_line_every_few_seconds():
-    now, stream = [0.0], io.StringIO()
-    progress = Progress(stream, every=5.0, clock=lambda: now[0])
-    for second in range(12):
-        now[0] = float(second)
-        progress(f"at {second}")
-    progress.clear()
-    assert stream.getvalue().splitlines() == ["[   5 s] at 5", "[  10 s] at 10"]
-
-
 @pytest.mark.parametrize(
     ("suite", "arguments", "message"),
     [
@@ -209,15 +197,6 @@ def test_quick_suite_end_to_end(suite, options, name, tmp_path, capsys):
     assert all(text in table and text in said for text in contenders)
     assert (tmp_path / f"{suite.name}.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 3
-
-
-@pytest.mark.usefixtures("one_thread", "standard_promotion")
-def test_the_default_says_what_it_took(tmp_path, capsys):
-    _, result = quick(capsys, default.SUITE, tmp_path)
-    (row,) = result["rows"]
-    names = [contender["name"] for contender in row["contenders"]]
-    assert names == ["lax.scan", "lax.scan again", "Serial", "the default: serial"]
-    assert all(contender["gradient_error"] < 1e-6 for contender in row["contenders"])
 
 
 @pytest.mark.slow
@@ -397,16 +376,6 @@ def test_the_kept_gpu_result_is_what_its_page_and_pictures_show():
 
 
 # --- predictions ----------------------------------------------------------------------------------------------------
-
-
-def test_every_measured_row_is_found():
-    rows = list(model.measured(RESULTS))
-    assert {row.suite for row in rows} == {"dense", "single", "ranks"}
-    (row,) = [row for row in rows if row.suite == "ranks" and row.sizes == ("dense", 128, 256, 32)]
-    name, seconds, workers, ratio = row.ratios[2]
-    assert (name, workers, row.threads) == ("3 levels, injection, 2/1, all stored, 2 devices", 2, 1) and ratio > 0
-    forward, adjoint = networks.SETTINGS["3 levels, injection, 2/1, all stored"](256, 2)
-    assert seconds(UNIT) == planning.predict(forward, adjoint, 256, UNIT, workers=2).seconds
 
 
 def test_a_machine_of_two_workers_is_slower_in_all_that_it_computes():
