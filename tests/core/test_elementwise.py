@@ -84,7 +84,7 @@ def scalar(scan):
 
 def test_products_with_hessians_both_ways_and_a_vmap(interpreted, two_intervals):
     """Derivatives of a gradient are those of a scan."""
-    y0, gates, diagonals = drawn(nn.ParaGRU)
+    y0, gates, diagonals = drawn(nn.ParaGRU, steps=8)
 
     def of_gradient(scan, how):
         gradient = jax.grad(lambda d: scalar(scan)(y0, gates, d))

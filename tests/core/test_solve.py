@@ -55,6 +55,9 @@ def test_eager_calls_compile_once():
     step.count = 0
     lp_jax.solve(step, jax.tree.map(lambda x: x + 1, PARAMS), 2 * Y0, solver=solver)
     assert step.count <= 2 < first  # once per level, for the checks
+    Unhashable = type("Unhashable", (Traces,), {"__hash__": None})
+    found, wanted = (lp_jax.solve(each, PARAMS, Y0, solver=solver).y1 for each in (Unhashable(), step))
+    np.testing.assert_array_equal(found, wanted)  # compiles every time
 
 
 def test_tolerances_stop_the_loop():
