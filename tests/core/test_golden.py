@@ -1,7 +1,7 @@
 """What PyMGRIT and TorchBraid/XBraid compute, entry by entry (see golden/README.md for the definitions).
 
-Histories are followed through the solver's own methods, which is what `solve` runs; `test_solve_runs_the_same_cycles`
-ties the two together.
+Histories are followed through the solver's own methods, which is what `solve` runs: the tests of gradients call it. On several
+devices and ranks a solve has the numbers of one; see test_mesh.py and test_mpi.py.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from networks import mesh
 from problems import INJECT, Dense, cases, conv_step, dense_step, relative_error
 
 import lp_jax
@@ -277,49 +276,3 @@ def test_gradient_error_by_coarse_step(golden, dense, case):
     problem = smooth if kind == "smooth" else (conv_step, *conv_problem(golden)[:3])
     for error, probed in zip(gradient_errors(levels, cycles, *problem), PROBED[case], strict=True):
         assert abs(error - probed) <= 0.05 * probed
-
-
-def on_workers(golden, comm=None, run=slice(None), every=1):
-    """Some of the stored cases by `solve` on the layers of ``run``, wherever they live; the number of cases looked at.
-
-    Forward: residual norms and the last state after eight cycles. Gradients: errors no larger than recorded.
-    """
-    dense = Dense.load(golden)
-    params = jax.tree.map(lambda x: x[run], dense.params)
-
-    @jax.jit
-    def solved(solver, trajectory, t1):
-        guess = "constant" if trajectory is None else trajectory
-        return lp_jax.solve(dense_step, params, dense.y0, t1=t1, solver=solver, guess=guess, comm=comm)
-
-    @jax.jit
-    def pulled_there(forward, adjoint, t1):
-        solution, pull = lp_jax.solve_vjp(
-            dense_step, params, dense.y0, t1=t1, solver=forward, adjoint_solver=adjoint, guess="zeros", comm=comm
-        )
-        return pull(solution.y1 - dense.target)[0]
-
-    looked_at = 0
-    for case in by_structure(cases(golden, "dense_xbraid_forward.json"))[::every]:
-        solver, m = solver_of(case, iterations=8), case["cf"]
-        points = initial_guess(dense, case["option"], m)[run.start // m if run.start else 0 :][
-            : -(-len(params[0]) // m)
-        ]
-        solution = solved(solver, None if solver.start == "cascade" else points, case["T"])
-        agree(solution.stats.residual_norms, case["rnorm"], f"rnorm of {solver}")
-        error = np.linalg.norm(solution.y1 - dense.serial[case["T"]][-1])
-        if case["err_yN_l2"][7] > 1e-12:
-            agree([error], case["err_yN_l2"][7:8], f"err_yN of {solver}")
-        looked_at += 1
-    for case in by_structure(cases(golden, "dense_xbraid_gradient.json"))[::every]:
-        wanted = gradient(lp_jax.Serial(), lp_jax.Serial(), dense, case["T"])[1][-1]
-        row = next(row for row in case["table"] if (row["fwd"], row["bwd"]) == (2, 1))
-        forward, adjoint = (solver_of(case, iterations=k) for k in (2, 1))
-        assert relative_error(pulled_there(forward, adjoint, case["T"]).y0, wanted) <= 1.05 * row["err_gx"]
-        looked_at += 1
-    return looked_at
-
-
-@pytest.mark.parametrize(("workers", "every", "number"), [(1, 24, 4 + 2), (4, 48, 2 + 1)])
-def test_solve_runs_the_same_cycles(golden, workers, every, number):
-    assert on_workers(golden, mesh(workers), every=every) == number

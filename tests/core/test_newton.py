@@ -125,14 +125,7 @@ def test_convergence_is_quadratic():
     assert orders.min() > 1.7
 
 
-def test_as_many_iterations_leave_as_many_states_exact():
-    params, y0 = problem(scale=4.0)
-    got = states(dense_step, params, y0, newton(4, jacobian="diagonal", damping=lp_jax.Clip(limit=1.0)))
-    error = np.abs(got - exact_states(params, y0)).max(axis=(1, 2))
-    assert error[:4].max() < 1e-12 and error[5] > 1e-9
-
-
-@pytest.mark.parametrize("jacobian, change", [("full", lambda j: j), ("identity", _identity)])
+@pytest.mark.parametrize("jacobian, change", [("full", lambda j: j), ("diagonal", _diagonal), ("identity", _identity)])
 def test_relaxations_start_from_what_each_layer_makes_of_the_guess(jacobian, change):
     """They and the iterations together leave as many states exact as there are of both. No more are made than layers."""
     params, y0 = problem(scale=4.0)
@@ -404,6 +397,8 @@ def test_states_that_overflow_are_set_back(jacobian):
     assert not np.isfinite(norms).all() and norms[-1] == 0
     np.testing.assert_array_equal(solution.y1, solve(3.2, exact).y1)
     assert solution.result == DONE
+    tolerant = solve(3.2, dataclasses.replace(newton, rtol=1e-6))  # outlasts norms that are no numbers
+    assert tolerant.result == DONE and relative_error(tolerant.y1, solution.y1) < 1e-5
     assert not np.isfinite(solve(6.4, exact).y1).all()  # the network's own states overflow
     assert solve(6.4, newton).result == NON_FINITE
 
@@ -421,18 +416,6 @@ def test_infinite_derivatives_do_not_stop_it(jacobian):
     exact = jax.lax.scan(body, jnp.zeros((1, 1)), xs)[1]
     solver = lp_jax.Newton(jacobian=jacobian, iterations=8, batch_axes=1)
     np.testing.assert_allclose(problem.solve(solver=solver).aux, exact, rtol=1e-14)
-
-
-def test_a_tolerance_outlasts_states_that_overflow():
-    """Each iteration makes one more state exact, and the next residual norms are NaN on the way."""
-
-    steps = 128
-    problem = lp_jax.scanned(lambda y, _: (y + lorenz(y) / 50, None), jnp.asarray([-7.0, -8, 25]), None, length=steps)
-    solution = problem.solve(solver=lp_jax.Newton(iterations=steps, rtol=1e-8, batch_axes=0))
-    norms, taken = np.asarray(solution.stats.residual_norms), int(solution.stats.iterations)
-    assert not np.isfinite(norms[:taken]).all()
-    assert int(solution.result) == 0
-    np.testing.assert_allclose(solution.y1, problem.solve(solver=lp_jax.Serial()).y1, rtol=1e-7)
 
 
 def test_a_tolerance_below_bfloat16_is_met_by_rounding():

@@ -89,29 +89,6 @@ class Noisy(nnx.Module):
 # --- Linen ----------------------------------------------------------------------------------------------------------
 
 
-class LinenBlock(linen.Module):
-    """With batch statistics, dropout and outputs."""
-
-    @linen.compact
-    def __call__(self, x, scale):
-        y = linen.BatchNorm(use_running_average=False)(linen.Dense(WIDTH)(x))
-        x = x + scale * linen.Dropout(0.5, deterministic=False)(jnp.tanh(y))
-        return x, {"state": x, "mean": jnp.mean(x)}
-
-
-class LinenModel(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "in_axes": linen.broadcast}
-        axes |= {"split_rngs": {"params": True, "dropout": True}, "out_axes": {"state": 1, "mean": 0}}
-        return linen.scan(LinenBlock, length=LAYERS, reverse=True, **axes)(name="blocks")(x, 0.1)
-
-
-def batch_statistics():
-    variables = double(jax.jit(LinenModel().init)(KEYS, X))
-    return JAX, lambda v: total(LinenModel().apply(v, X, rngs=KEYS, mutable="batch_stats")), variables
-
-
 class EncoderBlock(linen.Module):
     """Half of a vision transformer's block, as Big Vision scans it."""
 
@@ -166,7 +143,6 @@ def equinox():
 MODELS = {
     "NNX": stack(0),
     "MaxText, layers along axis 1": stack(1),
-    "Linen, batch statistics": batch_statistics,
     "Linen, vision transformer": vision_transformer,
     "Equinox": equinox,
 }

@@ -8,7 +8,6 @@ import recurrent
 from problems import relative_error
 
 import lp_jax
-from lp_jax._solvers._jacobians import own_operands
 
 N, BATCH, WIDTH = 13, 4, 4  # as many examples as units: weights have the shape of a state
 
@@ -85,27 +84,6 @@ def test_adjoint_iterates(storage, iterations):
     gradients, _ = pullback(cotangent)
     np.testing.assert_allclose(gradients.adjoint_trajectory, lam, rtol=1e-11, atol=1e-12)
     np.testing.assert_allclose(gradients.y0, lam[0], rtol=1e-11, atol=1e-12)
-
-
-def test_each_example_has_a_part_of_its_inputs_only():
-    """Weights, biases and tables may have as many rows as there are examples."""
-    operands = {
-        "input": jnp.ones((BATCH, WIDTH)),
-        "scale": jnp.ones((BATCH, 1)),
-        "other width": jnp.ones((BATCH, 7)),
-        "weights": jnp.ones((BATCH, WIDTH)),
-        "bias": jnp.ones(WIDTH),
-        "tokens": jnp.zeros(BATCH, int),
-        "table": jnp.ones((BATCH, WIDTH)),
-        "short": jnp.ones(3),
-    }
-
-    def all_of_them(u, x):
-        mixed = u @ x["weights"] + x["bias"][None] + x["table"][x["tokens"]] + jnp.sum(x["short"])
-        return jnp.tanh(mixed * x["scale"] + x["input"] + x["other width"] @ jnp.ones((7, WIDTH)))
-
-    own = own_operands(all_of_them, jnp.ones((BATCH, WIDTH)), operands, (BATCH,))
-    assert {name for name, mine in own.items() if mine} - {"table"} == {"input", "scale", "other width"}
 
 
 def test_a_recurrent_network_needs_fewer_iterations_than_layers():

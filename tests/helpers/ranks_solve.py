@@ -211,15 +211,6 @@ def outputs():
 
 
 @case
-def golden(folder):
-    """Stored results of another code."""
-    import test_golden
-
-    solver = lp_jax.MGRIT(levels=3, coarsening=4)  # a run that suits every stored case: 64 layers, factors 2 and 4
-    assert test_golden.on_workers(Path(folder), COMM, mine(64, solver), every=24) == 4 + 2
-
-
-@case
 @jax.numpy_dtype_promotion("standard")  # optax's Adam
 @jax.numpy_rank_promotion("allow")
 def depths(_=None):

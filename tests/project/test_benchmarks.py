@@ -1,6 +1,5 @@
 """The benchmarks: arithmetic on fake clocks, and each suite end to end on a tiny problem. Nothing here asserts on time."""
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -8,9 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_published import UNIT
 
-import lp_jax
 from benchmarks import (
     at_once,
     dense,
@@ -26,12 +23,9 @@ from benchmarks import (
 )
 from benchmarks.command import run
 from benchmarks.harness import Clock, Contender, measure, order, relative_error, spread, summary
-from benchmarks.manifest import manifest
-from lp_jax import cli, planning
-from lp_jax.planning._cost import pipeline
+from lp_jax import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 
 
 def quick(capsys, suite, folder, *options):
@@ -128,21 +122,6 @@ def test_who_exceeds_the_budget_sits_out_but_not_the_baseline():
     assert slow.rounds == [0, 1, 2]  # never fewer than three
 
 
-def test_manifest_says_where_a_result_comes_from():
-    m = manifest("benchmarks.single", ["--rows", "3,32", "--out", "a folder"])
-    assert m.keys() == {
-        *("date", "command", "commit", "dirty", "versions", "device", "system", "processor", "cores", "threads"),
-        *("load_before", "environment"),
-    }
-    assert m["command"] == "python -m benchmarks.single --rows 3,32 --out 'a folder'"
-    assert m["versions"].keys() == {"lp_jax", "python", "jax", "jaxlib", "numpy", "torch"}
-    assert m["versions"]["jax"] == jax.__version__
-    kind = jax.devices()[0].device_kind
-    assert m["device"] == {"platform": jax.default_backend(), "kind": kind, "count": jax.device_count()}
-    assert m["cores"] >= 1 and m["threads"]["jax"] >= 1
-    json.dumps(m)
-
-
 @pytest.mark.parametrize(
     ("suite", "arguments", "message"),
     [
@@ -227,32 +206,6 @@ def test_ratios_that_evaluations_allow():
     assert found["identity, 2/1"] == pytest.approx((2 + 1 + 1) / p / 3)
     assert found["identity, 2/2"] == pytest.approx((2 + 2 + 1) / p / 3)
     assert found["Picard, 2/1"] == pytest.approx((2 + 1 + 1 + 1) / p / 3)  # once more for what the adjoint finds
-    middle, coarsest = n / 4, n / 16
-    # a cascade, a cycle of F on the finest level and FCF on the middle one, and the final sweep
-    cascade = coarsest + 3 / 4 * middle / p
-    cycle = n / p + middle / p + 2 * middle / p + coarsest / p + coarsest + 3 / 4 * middle / p
-    forward, adjoint = cascade + cycle + n / p, cascade + n / p
-    linearised = cascade  # of the coarse steps
-    gradient = n / p
-    stored = found["3 levels, injection, 2/1, all stored"]
-    assert stored == pytest.approx((forward + adjoint + linearised + gradient) / (3 * n))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread", "standard_promotion")
-def test_a_row_measured_later_joins_those_that_are_there(tmp_path, capsys):
-    """Each with where it comes from; a network in time, by Newton."""
-    stored = json.loads((RESULTS / "single.json").read_text())
-    stored["rows"] = stored["rows"][:1]
-    (tmp_path / "single.json").write_text(json.dumps(stored))
-    old, new = quick(capsys, single.SUITE, tmp_path, "--rows", "gru,4,12,3", "--only", "Newton, full", "--add")[1][
-        "rows"
-    ]
-    assert old["contenders"] == stored["rows"][0]["contenders"]
-    assert "manifest" in old and "manifest" not in new
-    assert [c["name"] for c in new["contenders"]] == ["lax.scan", "Newton, full, 6"]
-    assert new["contenders"][1]["gradient_error"] < 1e-4
-    assert (tmp_path / "single.md").read_text().count("gru,4,12,3") == 1
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -285,17 +238,6 @@ def test_memory_is_that_of_the_compiled_gradient():
 
 
 # --- profiles ------------------------------------------------------------------------------------------------------
-
-
-def test_own_time_is_without_what_runs_inside():
-    loop, thread = (
-        [("while", 0, 100), ("dot", 10, 30), ("fusion", 40, 90), ("dot", 50, 60)],
-        [("dot", 0, 5), ("copy", 5, 6)],
-    )
-    threads = [[profile.Event(*event) for event in events] for events in (loop[::-1], thread)]
-    found = profile.costs(threads, 2)
-    assert [(cost.name, cost.times) for cost in found] == [("fusion", 0.5), ("dot", 1.5), ("while", 0.5), ("copy", 0.5)]
-    assert [cost.seconds * 1e9 for cost in found] == pytest.approx([20, 17.5, 15, 0.5])
 
 
 @pytest.mark.slow
@@ -376,18 +318,6 @@ def test_the_kept_gpu_result_is_what_its_page_and_pictures_show():
 
 
 # --- predictions ----------------------------------------------------------------------------------------------------
-
-
-def test_a_machine_of_two_workers_is_slower_in_all_that_it_computes():
-    alone = dataclasses.replace(UNIT, newton=(9.0,), examples=8, overhead=0.5, layer_bytes=100)
-    wires = {"latency": 1e-3, "bandwidth": 1e6}
-    slowed = model.slowed(alone, 3.0, wires)
-    assert (slowed.latency, slowed.bandwidth) == tuple(wires.values())
-    for solver in (lp_jax.Serial(), lp_jax.Picard(sweeps=3), lp_jax.MGRIT(coarsening=4), lp_jax.Newton(batch_axes=1)):
-        before, after = (planning.predict(solver, solver.for_adjoint(), 64, m) for m in (alone, slowed))
-        assert after.seconds == pytest.approx(3 * before.seconds, rel=1e-12), solver
-    free = dataclasses.replace(slowed, latency=0.0, bandwidth=float("inf"))
-    assert pipeline(64, free, 2, 4) == pytest.approx(3 * pipeline(64, alone, 2, 4), rel=1e-12)
 
 
 @pytest.mark.slow

@@ -181,18 +181,6 @@ def test_nobody_asks_which_solver_it_has():
     assert not questions(), "\n".join(["", *questions()])
 
 
-def test_a_solver_is_asked_for_what_a_method_needs():
-    """Planners, pictures and texts ask functions that are registered from outside."""
-    trees = [sources()[f"lp_jax._solvers.{module}"] for module in ("_solver", "_coarse_step")]
-    classes = [
-        n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef) and n.name in ("Solver", "CoarseStep")
-    ]
-    parts = [n for cls in classes for n in cls.body if isinstance(n, ast.FunctionDef | ast.AnnAssign)]
-    names = {n.name if isinstance(n, ast.FunctionDef) else n.target.id for n in parts}
-    assert len(classes) == 2 and {"init", "improve", "c_points", "finish", "coarsen", "rtol"} <= names
-    assert len([name for name in names if not name.startswith("_")]) <= 20, sorted(names)
-
-
 def test_classes_are_abstract_or_final():
     """None is both subclassed and instantiated, of those that have a name of their own."""
     names = collections.Counter(node.name for _, node in nodes(ast.ClassDef))
