@@ -26,7 +26,7 @@ from benchmarks.command import Progress, add_only, common_parser, new_result, re
 from benchmarks.scan_problems import mala
 from lp_jax import planning
 from lp_jax.cli._experiment import experiment
-from lp_jax.cli._settings import prepare
+from lp_jax.cli._problems import prepare
 from lp_jax.planning._diagnose import Rehearsal
 from lp_jax.train import init_state, make_train_step
 from lp_jax.train._plan import inner

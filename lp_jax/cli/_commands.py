@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lp_jax._arrays._check import nearest
 from lp_jax.cli._errors import CommandError
-from lp_jax.cli._menu import Examples, MenuParser, description
+from lp_jax.cli._menu import PROBLEMS, Examples, MenuParser, description
 
 _BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 _ABOUT = "Layer-parallel training of deep networks in JAX: all layers at once, by multigrid (MGRIT) or Picard sweeps."
@@ -60,27 +60,25 @@ def run(args: Sequence[str]) -> None:
         from lp_jax.cli._info import report
 
         print(report())
-        return
-    if command == "demo":
+    elif command == "demo":
         from lp_jax.cli._demo import run as demo
 
         demo(rest)
-        return
-    entries = _suites() if command == "bench" else problems()
-    if command == "plan":
-        entries["machine"] = "Predict times from a machine file, for any number of layers."
-    entry, rest = _choose(command, _COMMANDS[command], entries, rest)
-    if command == "bench":
+    elif command == "bench":
+        suite, rest = _choose(command, _COMMANDS[command], _suites(), rest)
         sys.path.insert(0, str(_BENCHMARKS.parent))
-        sys.exit(importlib.import_module(f"benchmarks.{entry}").main(rest))
-    if command == "plan":
+        sys.exit(importlib.import_module(f"benchmarks.{suite}").main(rest))
+    elif command == "plan":
+        machine = {"machine": "Predict times from a machine file, for any number of layers."}
+        problem, rest = _choose(command, _COMMANDS[command], PROBLEMS | machine, rest)
         from lp_jax.cli._plan import run as plan
 
-        plan(entry, rest)
+        plan(problem, rest)
     else:
+        problem, rest = _choose(command, _COMMANDS[command], PROBLEMS, rest)
         from lp_jax.cli._train import run as train
 
-        train(entry, rest)
+        train(problem, rest)
 
 
 def _choose(command: str, about: str, entries: Mapping[str, str], args: Sequence[str]) -> tuple[str, list[str]]:
@@ -104,23 +102,13 @@ def _choose(command: str, about: str, entries: Mapping[str, str], args: Sequence
     return parser.parse_args(args[:1] or ["--help"]).command, list(args[1:])
 
 
-def summaries(folder: Path, pattern: str = "") -> dict[str, str]:
-    """Return the first docstring line of every public module whose source matches, without importing it."""
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("[!_]*.py"))}
-    matching = {name: text for name, text in sources.items() if re.search(pattern, text, re.MULTILINE)}
-    return {name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0] for name, text in matching.items()}
-
-
-def problems() -> dict[str, str]:
-    """Return the problems with a line on each."""
-    return summaries(Path(__file__).parent / "problems")
-
-
 def _suites() -> dict[str, str]:
-    suites = summaries(_BENCHMARKS, r"^(def main\(arguments|main = )")
+    """Return the modules of benchmarks that have a ``main``, with the first line of their docstrings, without importing them."""
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in sorted(_BENCHMARKS.glob("[!_]*.py"))}
+    suites = {name: text for name, text in sources.items() if re.search(r"^(def main\(arguments|main = )", text, re.M)}
     if not suites:
         raise CommandError(
             "the benchmarks come with the source and not with the package: clone the repository, and in its folder "
             "pip install -e '.[bench]'."
         )
-    return suites
+    return {name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0] for name, text in suites.items()}

@@ -3,25 +3,24 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from lp_jax import Serial, nn
+from lp_jax import Serial, nn, planning
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Solver
-from lp_jax.cli._cost import with_costs
 from lp_jax.cli._launch import check_memory
-from lp_jax.cli._models import Pair
-from lp_jax.cli._problem import Settings
-from lp_jax.cli._task import Task
-from lp_jax.cli._workers import ONE_DEVICE, Place, holding
-from lp_jax.train import Log, TrainState, residuals
+from lp_jax.cli._models import Pair, Task
+from lp_jax.cli._problems import Settings
+from lp_jax.cli._workers import ONE_DEVICE, Place, rank_grid
+from lp_jax.planning._schedule import count
+from lp_jax.train import Log, TrainState
 from lp_jax.train._controller import gradient_error
-from lp_jax.train._log import Row, measured
+from lp_jax.train._log import Row, unflat
 from lp_jax.train._types import Batch, LossFn
 
 
@@ -61,11 +60,6 @@ class Experiment:
         """The initial parameters."""
         return self._training[1]
 
-    @functools.cached_property
-    def test_fn(self) -> LossFn:
-        """Loss of evaluation."""
-        return self.loss(self.tested)[0]
-
     @property
     def exact(self) -> bool:
         """Whether both solvers are exact."""
@@ -86,25 +80,17 @@ class Experiment:
         """Return the relative error of the gradient with these solvers."""
         return float(gradient_error(self.loss_fn, params, batch, *solvers, ranks=self.place.ranks).relative)
 
-    def residuals(self, params: PyTree, batch: Batch, *solvers: Solver) -> Row:
-        """Return the residual norms of a forward and an adjoint solve, as columns of a row of kind "probe"."""
-        solves = residuals(self.model, params, batch, *solvers, loss=self.task.measure)
-        return {
-            **measured("forward_residual", solves.forward.residual_norms.tolist()),
-            "forward_scale": float(solves.forward_scale),
-            **measured("adjoint_residual", solves.adjoint.residual_norms.tolist()),
-            "adjoint_scale": float(solves.adjoint_scale),
-        }
-
 
 def described(settings: Settings, task: Task, processes: int = 1) -> str:
-    """Return one line on the network, before anything is made for it; refuse one that does not fit this machine's memory.
-
-    It needs its parameters, a gradient and the two moments of Adam, spread over ``processes``.
-    """
+    """Return one line on the network, before anything is made for it; refuse one that does not fit this machine's memory."""
     shapes = nnx.eval_shape(lambda: experiment(settings, task).model)
     leaves = jax.tree.leaves(nnx.state(shapes, nnx.Param))
-    line = settings.describe(sum(math.prod(leaf.shape) for leaf in leaves))
+    count, model = sum(math.prod(leaf.shape) for leaf in leaves), settings.model
+    line = (
+        f"{settings.sources.get('name', settings.problem)}: {settings.kind}, {settings.layers} {model.layer_name}, "
+        f"{model.width} wide, {count:,} parameters, t1 = {settings.t1:g} ({model.about()})"
+    )
+    # parameters, a gradient and the two moments of Adam
     check_memory(line, 4 * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / processes)
     return line
 
@@ -117,7 +103,14 @@ def experiment(
     solve = {"solver": pair[0], "adjoint_solver": pair[1], "comm": place.comm}
     rngs = nnx.Rngs(settings.training.seed)
     model = settings.model.build(task, layers or settings.layers, settings.t1, rngs, **solve)
-    return Experiment(settings=settings, task=task, solvers=pair, place=holding(place, model), model=model)
+    if place.ranks is not None:  # which ask for the paths of the parameters that are spread over them
+        spread = [
+            "/".join(map(str, (*path, "layers")))
+            for path, part in nnx.iter_modules(model)
+            if isinstance(part, nn.LayerParallel) and part.comm.splits and part.weights is None
+        ]
+        place = rank_grid(dataclasses.replace(place.ranks, trunk=tuple(spread)))
+    return Experiment(settings=settings, task=task, solvers=pair, place=place, model=model)
 
 
 SERIAL: Pair = (Serial(), Serial())
@@ -142,20 +135,51 @@ class Run:
 
     def summary(self) -> Row:
         test, probes, last = self.log.of("test")[-1], self.log.of("probe"), self.rows[-1]
-        # the first time of each process includes its compilation
-        times = [row["step_time"] for row in self.log.of("train")]
-        probed = {}
-        if probes and not self.made.exact:  # a resumed run may have had others before
-            probed = {name: probes[-1][name] for name in ("gradient_error", "gradient_cosine")}
-            probed["gradient_error_step"] = probes[-1]["step"]
-        return {
+        summary = {
             "steps": int(self.state.step),
             **({} if test["accuracy"] is None else {"test_accuracy": test["accuracy"]}),
             "test_loss": test["loss"],
-            "time_per_step": float(np.median(times)),
+            # the first time of each process includes its compilation
+            "time_per_step": float(np.median([row["step_time"] for row in self.log.of("train")])),
             "seconds": self.seconds,
             "devices": self.made.place.devices,
             "work": last["work"],
             "depth": last["depth"],
-            **probed,
         }
+        if probes and not self.made.exact:  # a resumed run may have had others before
+            summary |= {name: probes[-1][name] for name in ("gradient_error", "gradient_cosine")}
+            summary["gradient_error_step"] = probes[-1]["step"]
+        return summary
+
+
+_training_step = functools.lru_cache(maxsize=1024)(planning.training_step)
+_count = functools.lru_cache(maxsize=1024)(count)
+
+
+def with_costs(rows: Sequence[Row], solvers: Pair, *, layers: int, examples: int) -> list[Row]:
+    """Return the rows of training with work and depth up to there, without probes.
+
+    Tolerances count as the iterations that they took: forward those of each row, adjoint those of the last probe. A row without
+    iterations was a serial step of a controller.
+    """
+    probed = next((unflat("adjoint_residual", row) for row in rows if row["kind"] == "probe"), [])
+    found, work, depth = [], 0.0, 0.0
+    for row in rows:
+        if row["kind"] == "depth":
+            layers = row["layers"]
+        elif row["kind"] == "probe":
+            probed = unflat("adjoint_residual", row)
+        elif row["kind"] == "train":
+            (forward, adjoint), taken = solvers, len(unflat("forward_residual", row))
+            if forward.has_tolerance and not taken:
+                forward = adjoint = Serial()
+            if forward.has_tolerance:
+                forward = planning.with_effort(forward, taken)
+            if adjoint.has_tolerance and probed:
+                adjoint = planning.with_effort(adjoint, len(probed))
+            gradient, trials = _training_step(forward, adjoint, layers), row.get("trials", 0)
+            trial = _count(adjoint, layers)  # of a line search: a forward solve with the adjoint's iterations
+            work += float(examples * (gradient.work() + trials * trial.work()))
+            depth += float(gradient.depth() + trials * trial.depth())
+            found.append({**row, "work": work, "depth": depth})
+    return found

@@ -5,25 +5,22 @@ import platform
 
 import jax
 
-_EXTRAS = {
-    "flax": "nn",
-    "jsonargparse": "train",
-    "optax": "train",
-    "orbax-checkpoint": "train",
-    "mpi4jax": "mpi",
-    "mpi4py": "mpi",
-}
+_EXTRAS = {"flax": "nn", "jsonargparse": "train", "optax": "train", "orbax-checkpoint": "train"}
+_EXTRAS |= {"mpi4jax": "mpi", "mpi4py": "mpi"}
 
 
 def report() -> str:
-    lines = [("lp_jax", version("lp_jax")), ("python", platform.python_version())]
-    lines += [(name, version(name)) for name in ("jax", "jaxlib", *_EXTRAS)]
     devices = jax.devices()
-    kinds = sorted({device.device_kind for device in devices})
-    lines.append(("devices", f"{len(devices)} of platform {jax.default_backend()} ({', '.join(kinds)})"))
-    lines.append(("MPI", _mpi()))
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+    kinds = ", ".join(sorted({device.device_kind for device in devices}))
+    lines = {
+        "lp_jax": version("lp_jax"),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("jax", "jaxlib", *_EXTRAS)},
+        "devices": f"{len(devices)} of platform {jax.default_backend()} ({kinds})",
+        "MPI": _mpi(),
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
 def version(name: str) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -23,7 +24,6 @@ from lp_jax.train._ranks import done_once
 
 T = TypeVar("T")
 
-_AXES = ("layers", "data")
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # set by mpirun, mpiexec and srun
 
 _MEETING = 300.0  # seconds that processes have to find each other
@@ -35,7 +35,7 @@ def unchanged(value: T) -> T:
     return value
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Launch:
     """One process of a run. The default is a process on its own."""
 
@@ -69,10 +69,8 @@ def launched(options: argparse.Namespace, args: Sequence[str]) -> Iterator[Launc
         message, code = describe(error, [*args, "--debug"] if options.debug else args)
         if launch.is_root:
             show(message)
-        alike = launch.all_failed()
-        if not alike and not launch.is_root:
-            show(f"process {launch.number}: {message}")
-        if not alike:
+        if not launch.all_failed():
+            show("" if launch.is_root else f"process {launch.number}: {message}")
             launch.abort(code)
         raise SystemExit(code) from None
 
@@ -112,23 +110,22 @@ def _mpi() -> Launch:
             time.sleep(0.01)
         return all_came
 
-    return Launch(
-        number=host.rank,
-        size=host.size,
-        agree=lambda signal: max(host.allgather(signal or 0)) or None,
-        broadcast=host.bcast,
-        all_failed=all_failed,
-        abort=MPI.COMM_WORLD.Abort,
-    )
+    def agree(signal: int | None) -> int | None:
+        return max(host.allgather(signal or 0)) or None
+
+    return Launch(host.rank, host.size, agree, host.bcast, all_failed, MPI.COMM_WORLD.Abort)
 
 
 def _distributed(options: argparse.Namespace) -> Launch:
     """Start ``jax.distributed``, and return this process of it."""
-    address, process = options.coordinator, options.process
+    address, process, number, count = options.coordinator, options.process, None, None
     if (address is None) != (process is None):
         raise UsageError("--coordinator and --process belong together; under Slurm or Open MPI leave out both.")
-    number, count = (None, None) if process is None else _process(process)
-    if address is not None and number is not None and count is not None:
+    if address is not None:
+        parts = re.fullmatch(r"(\d{1,10})/(\d{1,10})", process)
+        number, count = map(int, parts.groups()) if parts else (0, 0)
+        if not number < count < 2**31:
+            raise UsageError(f"--process takes I/N, this one of how many, like 0/2 and 1/2; got {process!r}.")
         _meet(address, number, count)
     sizes = mesh_sizes(options)
     # SIGTERM is ours: a training finishes its step and saves
@@ -146,14 +143,12 @@ def _distributed(options: argparse.Namespace) -> Launch:
         ) from None
     if sizes:
         set_cpu_devices(max(1, math.prod(sizes.values()) // (count or _started()[1])))
-    return Launch(
-        number=jax.process_index(),
-        size=jax.process_count(),
-        agree=_agree,
-        broadcast=_broadcast,
-        all_failed=_all_failed,
-        abort=os._exit,  # leaving properly would wait for the other processes
-    )
+
+    def agree(signal: int | None) -> int | None:
+        return int(np.max(multihost_utils.process_allgather(np.int32(signal or 0)))) or None
+
+    # leaving properly would wait for the other processes
+    return Launch(jax.process_index(), jax.process_count(), agree, _broadcast, _all_failed, os._exit)
 
 
 def _meet(address: str, number: int, count: int) -> None:
@@ -163,9 +158,9 @@ def _meet(address: str, number: int, count: int) -> None:
         raise UsageError(f"--coordinator takes HOST:PORT, with a port from 1 to 65535; got {address!r}.")
     show(f"process {number} of {count} waits for the others at {address}, for {_MEETING:g} s at most")
     try:
-        family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        family, *_, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
         end = time.monotonic() + _MEETING
-        answer = _receive(family, kind, where, count, end) if number == 0 else _come(where, f"{number}/{count}", end)
+        answer = _receive(family, where, count, end) if number == 0 else _come(where, f"{number}/{count}", end)
     except (OSError, UnicodeError) as error:
         raise CommandError(f"--coordinator {address} cannot be used: {error}.") from None
     if answer != _GO:
@@ -175,14 +170,11 @@ def _meet(address: str, number: int, count: int) -> None:
 _GO = "go"
 
 
-def _receive(family: int, kind: int, where: Any, count: int, end: float) -> str:
+def _receive(family: int, where: Any, count: int, end: float) -> str:
     """Return "go" when all other processes have come, and tell them."""
     missing, come = {f"{i}/{count}" for i in range(1, count)}, []
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.socket(family, kind))
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(where)
-        server.listen(count)
+        server = stack.enter_context(socket.create_server(where, family=family, backlog=count))
         while missing:
             server.settimeout(max(0.1, end - time.monotonic()))
             try:
@@ -213,10 +205,6 @@ def _come(where: Any, name: str, end: float) -> str:
             if time.monotonic() > end:
                 return f"process 0 did not come ({error})"
             time.sleep(0.1)
-
-
-def _agree(signal: int | None) -> int | None:
-    return int(np.max(multihost_utils.process_allgather(np.int32(signal or 0)))) or None
 
 
 def _broadcast(outcome: tuple[Any, UserError | None]) -> tuple[Any, UserError | None]:
@@ -255,23 +243,14 @@ def mesh_sizes(options: argparse.Namespace) -> dict[str, int]:
         raise UsageError("--devices N is short for --mesh layers=N; give one of the two.")
     if options.mesh is None:
         return {} if options.devices is None else {"layers": options.devices}
-    sizes: dict[str, int] = {}
-    for part in options.mesh.split(","):
-        name, _, number = part.partition("=")
-        if name not in _AXES or name in sizes or not number.isdecimal() or int(number) < 1:
-            raise UsageError(
-                f"--mesh takes sizes of the axes layers and data, like layers=2,data=2; got {options.mesh!r}."
-            )
-        sizes[name] = int(number)
-    return sizes
-
-
-_DEVICE_BYTES = 2**17  # of memory that a device of a CPU takes, with its thread
+    if not re.fullmatch(r"(layers|data)=0*[1-9]\d*(,(?!\1)(layers|data)=0*[1-9]\d*)?", options.mesh):
+        raise UsageError(f"--mesh takes sizes of the axes layers and data, like layers=2,data=2; got {options.mesh!r}.")
+    return {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", options.mesh)}
 
 
 def set_cpu_devices(count: int) -> None:
     """Cut this machine's processor into devices, if JAX will run on it. Call this before the first use of JAX."""
-    check_memory(f"{count:,} devices", count * _DEVICE_BYTES)
+    check_memory(f"{count:,} devices", count * 2**17)  # a device of a CPU takes as much, with its thread
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
 
@@ -282,10 +261,3 @@ def _started() -> tuple[str, int]:
         if (count := os.environ.get(name, "")).isdecimal() and int(count) > 1:
             return name, int(count)
     return "", 1
-
-
-def _process(text: str) -> tuple[int, int]:
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count) < 2**31):
-        raise UsageError(f"--process takes I/N, this one of how many, like 0/2 and 1/2; got {text!r}.")
-    return int(number), int(count)

@@ -1,4 +1,4 @@
-"""A parser that raises, types of its options, and the text of its help."""
+"""A parser that raises, the texts of menus and of help."""
 
 import argparse
 from collections.abc import Collection, Iterable, Sequence
@@ -10,32 +10,39 @@ from lp_jax.cli._errors import UsageError
 Examples = Sequence[tuple[str, str]]
 """Calls, with a description of each."""
 
+PROBLEMS = {
+    "arrays": "Classes or values of your own: x and y in a file of NumPy's.",
+    "digits": "Train on the 1,797 handwritten digits of scikit-learn; a fifth is held out.",
+    "gum": "Tag the words of a treebank, GUM or the like, with their parts of speech.",
+    "mnist": "Train on MNIST, Fashion-MNIST or the like, from IDX files.",
+    "modelnet": "Classify shapes, ModelNet10 or the like, in voxels.",
+    "peaks": "Train on 5,000 points of the plane in five level sets of the peaks function.",
+    "text": "Model a text character by character; a tenth is held out.",
+    "timeseries": "Classify time series of the UCR and UEA archives, from .ts files.",
+}
+"""The problems of `lp_jax.cli._problems`, with their help: a menu imports none of what they need."""
+
 
 class MenuParser(argparse.ArgumentParser):
-    """A parser that raises its errors as `UsageError`."""
+    """A parser that raises its errors as `UsageError`, and suggests an option that is like an unknown one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(exit_on_error=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments that this parser knows."""
         try:
             return super().parse_known_args(args, namespace)
         except argparse.ArgumentError as error:
             self.error(in_words(error))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all arguments; for an unknown option, suggest a similar one."""
         options, rest = self.parse_known_args(args, namespace)
         if rest:
             self.error(unknown_option(rest, self._option_string_actions) or f"{rest[0]!r} is not an option.")
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Raise the message."""
-        error = UsageError(message)
-        error.command = self.prog
-        raise error
+        raise UsageError(message, self.prog)
 
 
 def in_words(error: argparse.ArgumentError) -> str:

@@ -1,19 +1,124 @@
-"""Models of the command line: settings, from which a network is built for a task."""
+"""Tasks, and the models that learn them: settings, from which a network is built for a task."""
 
 import abc
 import dataclasses
 import math
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 from flax import nnx
 
-from lp_jax import MGRIT, Picard, Serial, nn
+from lp_jax import MGRIT, Picard, Serial, data, nn, train
+from lp_jax._arrays import _check
+from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._default import SWEEPS
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._launch import unchanged
-from lp_jax.cli._task import Task, check_size
+from lp_jax.data._dataset import Scaler
+from lp_jax.train._supervised import Measure
+from lp_jax.train._types import Batch, LossFn
+
+Predict = Callable[[PyTree], np.ndarray]
+"""A function from a batch of inputs to outputs."""
+
+_EVALUATION_BATCH = 500
+_LARGEST = 2**31 - 1
+
+
+def check_sizes(settings: Any) -> None:
+    """Refuse settings of a model or a training that are not positive, or too large for arrays of JAX."""
+    for name, value in vars(settings).items():
+        if name == "dropout":
+            if not 0 <= value < 1:
+                raise ValueError(f"dropout must be at least 0 and less than 1; got {value}.")
+        elif isinstance(value, int):
+            _check.integer(name, value, least=0 if name in ("seed", "buffers") else 1)
+            if value > _LARGEST:
+                raise ValueError(f"{name} must be at most {_LARGEST}; got {value}.")
+        elif value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite; got {value}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """Training.
+
+    Args:
+        epochs: Number of epochs.
+        batch_size: Number of examples per step.
+        learning_rate: Learning rate of Adam.
+        seed: Seed of the split, the initial parameters and the order of the batches.
+    """
+
+    epochs: int = 30
+    batch_size: int = 50
+    learning_rate: float = 3e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """Data as batches ``(x, labels)`` or ``(x, values)``, and the sizes that a network for them needs."""
+
+    batches: Callable[[int], Iterable[Batch]]  # training batches of an epoch
+    steps_per_epoch: int  # number of batches of an epoch
+    test_batches: list[Batch]  # the test set
+    shape: tuple[int, ...]  # shape of one input, without the batch: of an image, a point, or one time of a sequence
+    outputs: int  # number of classes, or of values
+    # from a model to its loss and parameters, and the same loss of outputs and targets
+    loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = train.classification
+    measure: Measure = train.cross_entropy
+    unscaled: Callable[[np.ndarray], np.ndarray] | None = None  # turns outputs into the units of the file, for values
+    about: str = ""  # a line on the data
+    names: tuple[str, ...] = ()  # names of the classes; empty where they are numbers
+    length: int = 0  # largest number of positions of a sequence; 0 for other inputs
+    sizes: tuple[int, ...] = ()  # number of values of each of the numbers that describe a token; empty for other inputs
+    causal: bool = False  # whether a position sees only itself and earlier ones
+    samples: Callable[[Predict], str] | None = None  # writes a few answers as text; None shows nothing
+
+
+def task_of(dataset: data.Dataset, training: Training) -> Task:
+    """Return the task of a data set: pixels are scaled to [0, 1], values to mean 0 and standard deviation 1."""
+    unscaled = None
+    if not dataset.classes:
+        scale = Scaler(dataset.train_y)
+        dataset, unscaled = dataset._replace(train_y=scale(dataset.train_y), test_y=scale(dataset.test_y)), scale.back
+
+    def batches(epoch: int) -> Iterator[Batch]:
+        for x, y in data.batches(dataset, training.batch_size, seed=training.seed, epoch=epoch):
+            yield _scaled(x), y
+
+    cuts = [slice(i, i + _EVALUATION_BATCH) for i in range(0, len(dataset.test_y), _EVALUATION_BATCH)]
+    return Task(
+        batches=batches,
+        steps_per_epoch=steps_per_epoch(len(dataset.train_y), training),
+        test_batches=[(_scaled(jax.tree.map(itemgetter(i), dataset.test_x)), dataset.test_y[i]) for i in cuts],
+        shape=dataset.shape,
+        outputs=dataset.classes or dataset.train_y.shape[-1],
+        loss=train.classification if dataset.classes else train.regression,
+        measure=train.cross_entropy if dataset.classes else train.mean_squared_error,
+        unscaled=unscaled,
+        names=dataset.names,
+    )
+
+
+def steps_per_epoch(examples: int, training: Training) -> int:
+    if examples < training.batch_size:
+        raise ValueError(f"--batch_size {training.batch_size} is more than the {examples} training examples.")
+    return examples // training.batch_size
+
+
+def _scaled(x: PyTree) -> PyTree:
+    """Return bytes as numbers in [0, 1], anything else unchanged."""
+    return x.astype(np.float32) / np.float32(255) if getattr(x, "dtype", None) == np.uint8 else x
+
 
 Pair = tuple[Solver, Solver]
 """A forward and an adjoint solver."""
@@ -49,8 +154,7 @@ class Model(abc.ABC):
         return 0.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_size(field.name, getattr(self, field.name))
+        check_sizes(self)
 
     @classmethod
     def about(cls) -> str:
@@ -112,11 +216,6 @@ class Transformer(Model):
     heads: int = 4
     buffers: int = 0
     dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and less than 1; got {self.dropout}.")
 
     def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
         depth = layers + 2 * self.buffers

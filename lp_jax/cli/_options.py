@@ -17,9 +17,8 @@ import lp_jax
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._menu import MenuParser, in_words, unknown_option
-from lp_jax.cli._models import Model, Pair
-from lp_jax.cli._problem import Problem, model_and_training
-from lp_jax.cli._task import Training
+from lp_jax.cli._models import Model, Pair, Training
+from lp_jax.cli._problems import Problem
 from lp_jax.planning import with_effort
 from lp_jax.planning._words import code
 
@@ -28,9 +27,6 @@ register_type(jax.Array, float, float)  # a tolerance may be traced; here it is 
 
 OF_THIS_CALL = ("config", "out", "resume", "skip_damaged", "debug", "mpi", "distributed", "coordinator", "process")
 """Options of a call, not of a run: never taken from a folder."""
-
-ONE_SHOT: Pair = (lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2))
-"""A line search with two sweeps leaves states from which one sweep is enough for a gradient."""
 
 _FIRST = {
     *("config", "data", "name", "model", "layers", "width", "epochs", "batch_size", "learning_rate"),
@@ -78,8 +74,7 @@ def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
     parser = MenuParser(prog=command, add_help=False, allow_abbrev=False)
     for name in ("--config", "--model", "--solver", "--adjoint_solver"):
         parser.add_argument(name)
-    add_launch(parser)
-    add_folder(parser, command.split()[-1])
+    add_devices_and_output(parser, command.split()[-1])
     look = parser.parse_known_args(args)[0]
     in_file = {} if look.config is None else _options_in(Path(look.config))
     found = {name: _class(in_file[name]) or in_file[name] for name in vars(look) if in_file.get(name)}
@@ -89,11 +84,10 @@ def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
     look = parser.parse_known_args(args)[0]
     words = [word for arg in args for word in arg.split("=", 1)]
     pairs = [*itertools.pairwise(words), *((f"--{name}", value) for name, value in _leaves(in_file))]
-    look.named = {value for name, value in pairs if _SOLVER.match(name) and isinstance(value, str)}
+    look.named = {value for name, value in pairs if re.match("--(adjoint_)?solver", name) and isinstance(value, str)}
     return look
 
 
-_SOLVER = re.compile("--(adjoint_)?solver")
 _MOST_VALUES = 10_000  # of a file of options
 
 
@@ -130,22 +124,7 @@ def _leaves(tree: object, option: str = "") -> Iterator[tuple[str, object]]:
         yield option, tree
 
 
-def check_trusted(stored: Mapping[str, object], look: argparse.Namespace, sources: Collection[str]) -> None:
-    """Refuse stored options that name anything but classes of lp_jax and what this command line names.
-
-    A run folder is data: whoever wrote it must not choose what is imported.
-    """
-    for option, value in _leaves({name: value for name, value in stored.items() if name not in sources}):
-        if not isinstance(value, str) or value in look.named or re.fullmatch(r"[\w=,+-]*", value):
-            continue
-        if not isinstance(getattr(lp_jax, value.removeprefix("lp_jax."), None), type):
-            raise CommandError(
-                f"{look.out / 'config.json'} names {value!r} for --{option}, which is no class of lp_jax. If you trust it, name "
-                f"it again: --{option} {value}"
-            )
-
-
-def add_launch(parser: argparse.ArgumentParser | ArgumentParser) -> None:
+def add_devices_and_output(parser: argparse.ArgumentParser | ArgumentParser, problem: str) -> None:
     add = parser.add_argument_group("Devices").add_argument
     add("--devices", type=PositiveInt, metavar="N", help="Number of devices that the layers are spread over.")
     about = "Sizes of the axes that layers and examples are spread over: layers=2,data=2."
@@ -158,9 +137,6 @@ def add_launch(parser: argparse.ArgumentParser | ArgumentParser) -> None:
     about = "Number of this process and of all of them, like 0/2; needs --coordinator."
     add("--process", type=str, metavar="I/N", help=about)
     add("--debug", action="store_true", help="Show the traceback of an error instead of one line.")
-
-
-def add_folder(parser: argparse.ArgumentParser | ArgumentParser, problem: str) -> None:
     add = parser.add_argument_group("Output").add_argument
     add("--out", type=Path, metavar="FOLDER", default=Path("runs", problem), help="Folder for all results.")
     add("--resume", action="store_true", help="Continue the run in --out. Options that are left out keep their values.")
@@ -196,8 +172,7 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
     add("--method", choices=("direct", "one-shot", "nested"), default="direct", help=about)
     about = "Numbers of layers that nested goes through, the network's own last. Default: a quarter, a half and all."
     add("--depths", type=list[PositiveInt] | None, metavar="[N, ...]", help=about)
-    add_launch(parser)
-    add_folder(parser, problem)
+    add_devices_and_output(parser, problem)
     add = parser.add_argument_group("Watching").add_argument
     add("--checkpoint_every", type=PositiveInt, metavar="N", default=200, help="Number of steps between checkpoints.")
     about = "Number of steps between gradient probes. Default: 6 probes in a run."
@@ -210,10 +185,7 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
 def parser_of(
     command: str, problem: Problem, kind: str, about: str, unused: frozenset[str] = frozenset()
 ) -> ArgumentParser:
-    """Return the parser of a command on a problem, with the options of data, model and training but the unused ones.
-
-    The defaults are those of the problem and its model; ``about`` is the head of the help.
-    """
+    """Return the parser of a command on a problem, with the options of data, model and training but the unused ones."""
     model = problem.models[kind]
     parser = ArgumentParser(
         prog=command,
@@ -240,21 +212,16 @@ def parser_of(
 
 
 def parse(
-    parser: ArgumentParser, problem: Problem, args: Sequence[str], stored: Mapping[str, object] | None = None
+    parser: ArgumentParser, problem: Problem, args: Sequence[str], stored: Mapping[str, object]
 ) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Return the options twice: with solvers as objects, and by name as JSON values to store."""
-    config = [] if stored is None else ["--config", json.dumps(dict(stored))]
     if wrong := unknown_option(args, parser._option_string_actions):
         raise UsageError(wrong)
     try:
-        read = parser.parse_args([*config, *args])
+        read = parser.parse_args([*(["--config", json.dumps(stored)] if stored else []), *args])
         options = parser.instantiate(read)
     except (TypeError, ValueError, argparse.ArgumentError, argparse.ArgumentTypeError) as error:
         raise UsageError(_reason(error)) from None
-    try:
-        model_and_training(problem, vars(options))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--{error}") from None
     for name, text in problem.sources.items():
         if getattr(options, name) is None:
             raise UsageError(f"Missing option --{name}: {text[0].lower()}{text[1:]}")
@@ -273,19 +240,17 @@ def solvers(options: argparse.Namespace, model: Model) -> Pair:
         return model.solvers
     forward, adjoint = model.solvers if solver is None else (solver, solver.for_adjoint())
     if solver is None and options.method == "one-shot":
-        forward, adjoint = ONE_SHOT
+        # a line search with two sweeps leaves states from which one sweep is enough for a gradient
+        forward, adjoint = lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2)
     adjoint = adjoint_solver or adjoint
     adjoint = adjoint if iterations is None else with_effort(adjoint, iterations)
-    return _coarsened(forward, options.spatial), _coarsened(adjoint, options.spatial)
-
-
-def _coarsened(solver: Any, dims: int | None) -> Solver:
-    if dims is None:
-        return solver
-    try:
-        return dataclasses.replace(solver, spatial=lp_jax.spatial(dims))
-    except TypeError:
-        raise UsageError(f"--spatial needs a solver with levels, like --solver MGRIT; got {code(solver)}.") from None
+    if options.spatial is not None:
+        for one in (forward, adjoint):
+            if not hasattr(one, "spatial"):
+                raise UsageError(f"--spatial needs a solver with levels, like --solver MGRIT; got {code(one)}.")
+        spatial = lp_jax.spatial(options.spatial)
+        forward, adjoint = (dataclasses.replace(one, spatial=spatial) for one in (forward, adjoint))  # type: ignore[type-var]
+    return forward, adjoint
 
 
 _PLAINER = {
@@ -318,8 +283,12 @@ def _reason(error: BaseException) -> str:
     return f"{cause}. It is {classes}, then its options, like --solver.levels 3; --solver.help CLASS lists them."
 
 
-def overridden(stored: Mapping[str, Any], look: argparse.Namespace) -> dict[str, Any]:
-    """Return stored options without those of one call, and those that the command line replaces as a whole."""
+def overridden(stored: Mapping[str, Any], look: argparse.Namespace, sources: Collection[str]) -> dict[str, Any]:
+    """Return stored options without those of one call, and those that the command line replaces as a whole.
+
+    A run folder is data: whoever wrote it must not choose what is imported. Options that name anything but classes of lp_jax
+    and what this command line names are refused.
+    """
     void = set(OF_THIS_CALL)
     if look.solver not in (None, _class(stored.get("solver"))):  # another class does not inherit fields
         void |= {"solver", "adjoint_solver", "adjoint_iterations", "spatial"}
@@ -327,7 +296,16 @@ def overridden(stored: Mapping[str, Any], look: argparse.Namespace) -> dict[str,
         void |= {"adjoint_solver", "adjoint_iterations"}
     if look.devices or look.mesh or look.mpi or look.distributed:
         void |= {"devices", "mesh"}
-    return {name: value for name, value in stored.items() if name not in void}
+    kept = {name: value for name, value in stored.items() if name not in void}
+    for option, value in _leaves({name: value for name, value in kept.items() if name not in sources}):
+        if not isinstance(value, str) or value in look.named or re.fullmatch(r"[\w=,+-]*", value):
+            continue
+        if not isinstance(getattr(lp_jax, value.removeprefix("lp_jax."), None), type):
+            raise CommandError(
+                f"{look.out / 'config.json'} names {value!r} for --{option}, which is no class of lp_jax. If you trust it, name "
+                f"it again: --{option} {value}"
+            )
+    return kept
 
 
 def _class(stored: object) -> object:

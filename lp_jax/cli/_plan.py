@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from jsonargparse import ArgumentParser
@@ -16,10 +17,9 @@ from lp_jax import planning
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._experiment import described, experiment
 from lp_jax.cli._menu import MenuParser, description
+from lp_jax.cli._models import Task
 from lp_jax.cli._options import first_look, parse, parser_of, spelled_out
-from lp_jax.cli._problem import Settings
-from lp_jax.cli._settings import find, prepare
-from lp_jax.cli._task import Task
+from lp_jax.cli._problems import PROBLEMS, Settings, prepare
 from lp_jax.cli._workers import mesh_comm
 
 
@@ -35,7 +35,7 @@ def run(name: str, args: Sequence[str]) -> None:
 
 
 def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
-    problem, args = find(name), list(spelled_out(args))
+    problem, args = PROBLEMS[name], list(spelled_out(args))
     kind = problem.kind(first_look(args, f"lp-jax plan {name}").model)
     about = description(
         "Recommend a solver for this network, and predict its time. Nothing is trained.",
@@ -46,14 +46,14 @@ def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | N
     add("--machine", type=Path, metavar="FILE", help="Machine file, to read instead of measuring.")
     add("--save", type=Path, metavar="FILE", help="File to store the measurements in.")
     add("--seconds", type=PositiveFloat, metavar="X", default=10.0, help="Seconds to time layers and probe gradients.")
-    options, _ = parse(parser, problem, args)
+    options, _ = parse(parser, problem, args, {})
     machine = None if options.machine is None else planning.Machine.load(options.machine)
     settings, task = prepare(name, vars(options))
     if not 1 <= options.workers <= settings.layers:
         raise UsageError(f"--workers must be from 1 to the {settings.layers} layers; got {options.workers}.")
     print(described(settings, task), file=sys.stderr)
     limits = {"error": options.error, "seconds": options.seconds}
-    plan = make_plan(settings, task, Console(stderr=True), machine=machine, workers=options.workers, **limits)
+    plan = make_plan(settings, task, machine=machine, workers=options.workers, **limits)
     if options.save is not None:
         plan.machine.save(options.save)
     return plan, options.out
@@ -77,31 +77,16 @@ def _of_machine(args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
 
 
 def make_plan(
-    settings: Settings,
-    task: Task,
-    console: Console,
-    *,
-    machine: planning.Machine | None = None,
-    workers: int = 1,
-    **limits: float,
+    settings: Settings, task: Task, *, machine: planning.Machine | None = None, workers: int = 1, **limits: float
 ) -> planning.Plan:
     """Plan a network with its initial parameters, on its first batch; ``limits`` are ``error`` and ``seconds``."""
     from lp_jax import train
 
     made = experiment(settings, task)
-    with console.status("measuring layers, and the gradients of solvers that would be faster"):
-        batch = next(iter(made.batches(0)))
-        measured = machine is None and jax.device_count() >= workers > 1
-        plan = train.plan(
-            made.model,
-            made.params,
-            batch,
-            loss=task.measure,
-            workers=workers,
-            machine=machine,
-            comm=mesh_comm({"layers": workers}) if measured else None,
-            **limits,
-        )
+    comm = mesh_comm({"layers": workers}) if machine is None and jax.device_count() >= workers > 1 else None
+    with Console(stderr=True).status("measuring layers, and the gradients of solvers that would be faster"):
+        given: dict[str, Any] = {"loss": task.measure, "workers": workers, "machine": machine, "comm": comm, **limits}
+        plan = train.plan(made.model, made.params, next(made.batches(0)), **given)
     if machine is None:
         name = f"{jax.devices()[0].device_kind} ({platform.machine()}), {settings.problem}, {settings.kind}"
         plan = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, name=name))
@@ -110,9 +95,10 @@ def make_plan(
 
 def _add_plan(parser: argparse.ArgumentParser | ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("Plan")
-    about = "Number of devices that the layers are spread over."
-    group.add_argument("--workers", type=PositiveInt, metavar="N", default=1, help=about)
-    about = "Largest relative error of the gradient."
-    group.add_argument("--error", type=PositiveFloat, metavar="X", default=1e-2, help=about)
-    group.add_argument("--out", type=Path, metavar="FOLDER", help="Folder for plan.png.")
+    add = group.add_argument
+    add(
+        "--workers", type=PositiveInt, metavar="N", default=1, help="Number of devices that the layers are spread over."
+    )
+    add("--error", type=PositiveFloat, metavar="X", default=1e-2, help="Largest relative error of the gradient.")
+    add("--out", type=Path, metavar="FOLDER", help="Folder for plan.png.")
     return group

@@ -1,5 +1,6 @@
 """Results of a run: its folder, a table, a summary, pictures."""
 
+import argparse
 import contextlib
 import fcntl
 import json
@@ -12,16 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lp_jax import train
 from lp_jax._arrays._types import PyTree
 from lp_jax.cli._errors import CommandError
 from lp_jax.cli._experiment import Experiment, Run
 from lp_jax.cli._info import version
 from lp_jax.planning import with_effort
 from lp_jax.planning._words import code, iteration_name
-from lp_jax.train import residuals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,38 +122,33 @@ def table(runs: Sequence[Run]) -> Table:
     for run in runs:
         result.add_column(run.name, justify="right")
     summaries = [run.summary() for run in runs]
+
+    def row(title: str, key: str, text: str, missing: str = "", factor: float = 1) -> None:
+        numbers = [s[key] for s in summaries]
+        result.add_row(title, *(missing if n is None else text.format(factor * n) for n in numbers))
+
     if all("test_accuracy" in s for s in summaries):
-        result.add_row("test accuracy", *(f"{s['test_accuracy']:.2%}" for s in summaries))
-    result.add_row("test loss", *(_shown("{:.4f}", s["test_loss"], _NOT_FINITE) for s in summaries))
+        row("test accuracy", "test_accuracy", "{:.2%}")
+    row("test loss", "test_loss", "{:.4f}", "not finite")
     result.add_row("gradient error at the end", *map(_gradient_error, summaries))
     if any(s["devices"] > 1 for s in summaries):
-        result.add_row("devices", *(str(s["devices"]) for s in summaries))
-    result.add_row("time per step, median", *(f"{1e3 * s['time_per_step']:.2f} ms" for s in summaries))
+        row("devices", "devices", "{}")
+    row("time per step, median", "time_per_step", "{:.2f} ms", factor=1e3)
     if any(s["seconds"] is not None for s in summaries):
-        result.add_row("this call, with compiling and tests", *(_shown("{:.1f} s", s["seconds"]) for s in summaries))
-    result.add_row("steps", *(str(s["steps"]) for s in summaries))
-    result.add_row("work: layers x examples evaluated", *(_shown("{:,.0f}", s["work"]) for s in summaries))
-    result.add_row("depth: layers one after the other", *(_shown("{:,.0f}", s["depth"]) for s in summaries))
+        row("this call, with compiling and tests", "seconds", "{:.1f} s")
+    row("steps", "steps", "{}")
+    row("work: layers x examples evaluated", "work", "{:,.0f}")
+    row("depth: layers one after the other", "depth", "{:,.0f}")
     return result
-
-
-_NOT_FINITE = "not finite"  # None in a log
-
-
-def _shown(text: str, number: float | None, otherwise: str = "") -> str:
-    return otherwise if number is None else text.format(number)
 
 
 def _gradient_error(summary: Mapping[str, Any]) -> str:
     if "gradient_error" not in summary:
         return "exact"
-    early = summary["gradient_error_step"] != summary["steps"]
-    when = f" at step {summary['gradient_error_step']}" if early else ""
-    error, cosine = summary["gradient_error"], summary["gradient_cosine"]
-    return f"{_shown('{:.1e}', error, _NOT_FINITE)}{when} (cosine {_shown('{:.4f}', cosine, _NOT_FINITE)})"
-
-
-_NOISE = 1.05  # ratios of times below this do not count as slower
+    step, error, cosine = (summary[name] for name in ("gradient_error_step", "gradient_error", "gradient_cosine"))
+    when = "" if step == summary["steps"] else f" at step {step}"
+    shown = "not finite" if error is None else f"{error:.1e}"  # None in a log
+    return f"{shown}{when} (cosine {'not finite' if cosine is None else f'{cosine:.4f}'})"
 
 
 def remarks(runs: Sequence[Run]) -> Iterator[str]:
@@ -161,33 +158,19 @@ def remarks(runs: Sequence[Run]) -> Iterator[str]:
         if losses and losses[-1] is None:
             yield f"{run.name} has failed: its test loss is not finite. Look for very large inputs in the test set."
         tests = [loss for loss in losses if loss is not None]
-        if len(tests) > 1 and tests[-1] > tests[0]:
+        if tests and tests[-1] > tests[0]:
             yield (
                 f"{run.name} has failed: its test loss ended at {tests[-1]:.3g}, above the {tests[0]:.3g} that it began with. "
                 "Lower --learning_rate, or take a smaller --t1."
             )
     if [run.name for run in runs] == ["layer-parallel", "serial"]:
         own, exact = (run.summary()["time_per_step"] for run in runs)
-        if own > _NOISE * exact:
+        if own > 1.05 * exact:  # the rest is noise
             yield (
                 f"A layer-parallel step took {own / exact:.1f} times as long as an exact one. Layers at once gain where layers "
                 "are many and small, batches small, and processors several: lp-jax plan "
                 f"{runs[0].made.settings.problem} predicts for which solver, lp-jax demo shows such a network."
             )
-
-
-def summary(runs: Sequence[Run]) -> dict[str, object]:
-    """Return the numbers of the table, the solvers, versions and device."""
-    made = runs[0].made
-    return {
-        "problem": made.settings.flat(),
-        "solver": repr(made.solvers[0]),
-        "adjoint_solver": repr(made.solvers[1]),
-        "results": {run.name: run.summary() for run in runs},
-        "versions": {name: version(name) for name in ("lp_jax", "jax", "flax", "optax")},
-        "python": platform.python_version(),
-        "device": str(jax.devices()[0].device_kind),
-    }
 
 
 def gradient_errors(made: Experiment, params: PyTree) -> "Figure":
@@ -196,9 +179,10 @@ def gradient_errors(made: Experiment, params: PyTree) -> "Figure":
     from lp_jax.viz._describe import variants
 
     (*_, batch), (solver, adjoint_solver) = made.batches(made.settings.training.epochs - 1), made.solvers
-
-    with quick_compilation():
-        solves = residuals(made.model, params, batch, solver, adjoint_solver, loss=made.task.measure)
+    setting = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)  # compile quickly: each program here runs once
+    try:
+        solves = train.residuals(made.model, params, batch, solver, adjoint_solver, loss=made.task.measure)
         taken = int(solves.forward.iterations), int(solves.adjoint.iterations)
         adjoints = variants(adjoint_solver)
         pairs = {name: (variant, adjoints.get(name, adjoint_solver)) for name, variant in variants(solver).items()}
@@ -208,6 +192,8 @@ def gradient_errors(made: Experiment, params: PyTree) -> "Figure":
             for name, pair in pairs.items()
         }
         own = made.gradient_error(params, batch, solver, adjoint_solver)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", setting)
     return viz.gradient_errors(
         choices,
         run=(f"this run, {type(solver).__name__}:\n{taken[0]} forward, {taken[1]} adjoint", taken[0], own),
@@ -220,34 +206,71 @@ def pictures(runs: Sequence[Run], errors: "Figure | None") -> "dict[str, Figure]
     """Return the pictures by file name; a serial run has no pictures of residuals and gradient errors."""
     from lp_jax import viz
 
-    first, settings, (solver, adjoint_solver) = runs[0], runs[0].made.settings, runs[0].made.solvers
+    first, (solver, adjoint) = runs[0], runs[0].made.solvers
+    layers, t1 = first.made.settings.layers, first.made.settings.t1
     figures = {
         "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
-        "hierarchy.png": viz.hierarchy(solver, settings.layers, t1=settings.t1, adjoint_solver=adjoint_solver),
+        "costs.png": viz.costs({run.name: run.rows for run in runs}),
+        "hierarchy.png": viz.hierarchy(solver, layers, t1=t1, adjoint_solver=adjoint),
     }
-    costs = {run.name: run.rows for run in runs}
-    if all(rows[-1]["work"] is not None for rows in costs.values()):
-        figures["costs.png"] = viz.costs(costs)
     if first.log.of("probe"):
-        names = code(solver), code(adjoint_solver)
+        names = code(solver), code(adjoint)
         figures["residuals.png"] = viz.residuals(first.log.rows, iteration=iteration_name(solver), solvers=names)
-    if errors is not None:
-        figures["gradient_error.png"] = errors
-    return figures
+    return figures if errors is None else figures | {"gradient_error.png": errors}
 
 
-def save(folder: Path, figures: "Mapping[str, Figure]") -> list[str]:
+def show(runs: Sequence[Run], options: argparse.Namespace, console: Console, is_root: bool) -> None:
+    """Show table, summary and pictures. All processes measure; the first one shows."""
+    folder, made, params = options.out, runs[0].made, runs[0].state.params
+    figures, samples, errors = {}, "", None
+    if made.task.samples is not None:
+        with console.status("a few answers, to read"):
+            samples = made.task.samples(lambda x: np.array(train.predict(made.tested, params, x)))
+    if not options.no_pictures:
+        figures = _answers(made, params)
+        if not made.exact:
+            with console.status("for a picture, other solvers are compiled and their gradients measured"):
+                errors = gradient_errors(made, params)
+    if not is_root:
+        return
+    summary = {
+        "problem": made.settings.flat(),
+        "solver": repr(made.solvers[0]),
+        "adjoint_solver": repr(made.solvers[1]),
+        "results": {run.name: run.summary() for run in runs},
+        "versions": {name: version(name) for name in ("lp_jax", "jax", "flax", "optax")},
+        "python": platform.python_version(),
+        "device": str(jax.devices()[0].device_kind),
+    }
+    write_json(folder / "summary.json", summary)
+    if not options.no_pictures:
+        figures = pictures(runs, errors) | figures
     for name, figure in figures.items():
         figure.savefig(folder / name)
-    return list(figures)
+    names = ["metrics.jsonl", "summary.json", "config.json", "checkpoints", *figures]
+    out = plain_console()
+    out.print(table(runs), soft_wrap=False)
+    for remark in remarks(runs):
+        out.print(remark)
+    if samples:
+        (folder / "samples.txt").write_text(samples + "\n", encoding="utf-8")
+        names.append("samples.txt")
+        out.print(f"\n{samples}\n")
+    out.print(f"In {folder}: {', '.join(names)}")
 
 
-@contextlib.contextmanager
-def quick_compilation() -> Iterator[None]:
-    """Compile quickly: each program here runs once."""
-    setting = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", setting)
+def _answers(made: Experiment, params: PyTree) -> "dict[str, Figure]":
+    """Return the picture of the network's answers on the test set, by file name."""
+    from sklearn import metrics  # here: it takes a second to import
+
+    from lp_jax import viz
+
+    task = made.task
+    if task.unscaled is None and task.outputs > 100:  # too many to read
+        return {}
+    pairs = [(y, np.asarray(train.predict(made.tested, params, x))) for x, y in task.test_batches]
+    truth, answers = (np.concatenate(column) for column in zip(*pairs, strict=True))
+    if task.unscaled is not None:
+        return {"predictions.png": viz.predictions(task.unscaled(truth), task.unscaled(answers))}
+    matrix = metrics.confusion_matrix(truth.ravel(), answers.argmax(axis=-1).ravel(), labels=np.arange(task.outputs))
+    return {"confusion.png": viz.confusion(matrix, task.names)}

@@ -8,19 +8,16 @@ import os
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lp_jax import MeshComm, MPIComm, layer_slices
 from lp_jax._arrays._types import PyTree
-from lp_jax._solvers._solver import Solver, Stats
+from lp_jax._solvers._solver import Solver
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._launch import mesh_sizes, set_cpu_devices, unchanged
 from lp_jax.cli._models import Pair
-from lp_jax.cli._problem import Settings
-from lp_jax.nn import LayerParallel
+from lp_jax.cli._problems import Settings
 from lp_jax.train import Info, Ranks
 from lp_jax.train._types import Batch, LossFn
 
@@ -43,31 +40,39 @@ ONE_DEVICE = Place()
 
 def devices(comm: MeshComm) -> Place:
     """Return the devices of a mesh, of one process or of several."""
-    mesh = comm.mesh
-    about = f"devices: {', '.join(f'{name} {n}' for name, n in mesh.shape.items())}{_of_processes(jax.process_count())}"
+    mesh, processes = comm.mesh, jax.process_count()
+    about = f"devices: {', '.join(f'{name} {n}' for name, n in mesh.shape.items())}"
+    about += f", in {processes} processes" if processes > 1 else ""
     parts, cores = set(mesh.devices.flat) & set(jax.local_devices(backend="cpu")), len(os.sched_getaffinity(0))
     if len(parts) > cores:
         about += f"; {len(parts)} of them share {cores} cores: times say nothing of as many processors"
 
-    def share(batch: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: _put(x, mesh, PartitionSpec("data")), batch)
-
-    return Place(
-        comm=comm,
-        devices=mesh.size,
-        about=about,
-        everywhere=functools.partial(_replicated, mesh),
-        share=share if "data" in mesh.axis_names else unchanged,
-    )
+    place = Place(comm=comm, devices=mesh.size, about=about, everywhere=functools.partial(_replicated, mesh))
+    if "data" not in mesh.axis_names:
+        return place
+    return dataclasses.replace(place, share=lambda b: jax.tree.map(lambda x: _put(x, mesh, PartitionSpec("data")), b))
 
 
 def copies(comm: MeshComm) -> Place:
-    """Return the devices of a mesh, each with all layers and its share of the examples; gradients are summed once per step."""
-    return Place(
-        devices=comm.mesh.size,
-        everywhere=functools.partial(_replicated, comm.mesh),
-        loss=functools.partial(data_parallel, comm),
-    )
+    """Return the devices of a mesh, each with all layers and its examples; gradients are summed once per step."""
+    specs = (PartitionSpec(), PartitionSpec(comm.axis))
+
+    def loss(loss_fn: LossFn) -> LossFn:
+        def whole(params: PyTree, batch: Batch, *solvers: Solver | None) -> tuple[jax.Array, Info]:
+            @functools.partial(jax.shard_map, mesh=comm.mesh, in_specs=specs, out_specs=PartitionSpec())
+            def share(params: PyTree, batch: Batch) -> tuple[jax.Array, Info]:
+                own = jax.tree.map(lambda x: jax.lax.pcast(x, comm.axis, to="varying"), params)
+                loss, info = loss_fn(own, batch, *solvers)
+                loss, scale = jax.lax.pmean((loss, info.scale), comm.axis)
+                correct, total = jax.lax.psum((info.correct, info.total), comm.axis)
+                result = jax.lax.pmax(info.result, comm.axis)
+                return loss, Info(total, info.stats._replace(result=result), result, correct, scale)
+
+            return share(params, batch)
+
+        return whole
+
+    return Place(devices=comm.mesh.size, everywhere=functools.partial(_replicated, comm.mesh), loss=loss)
 
 
 def rank_grid(ranks: Ranks) -> Place:
@@ -80,18 +85,6 @@ def rank_grid(ranks: Ranks) -> Place:
         share=ranks.local_batch,
         loss=ranks.loss,
     )
-
-
-def holding(place: Place, model: nnx.Module) -> Place:
-    """Return ranks with the paths of the parameters that are spread over them; any other place unchanged."""
-    if place.ranks is None:
-        return place
-    spread = [
-        "/".join(map(str, (*path, "layers")))
-        for path, part in nnx.iter_modules(model)
-        if isinstance(part, LayerParallel) and part.comm.splits and part.weights is None
-    ]
-    return rank_grid(dataclasses.replace(place.ranks, trunk=tuple(spread)))
 
 
 def _replicated(mesh: Mesh, tree: PyTree) -> PyTree:
@@ -126,41 +119,32 @@ def spread(options: argparse.Namespace, settings: Settings) -> dict[str, int]:
 def workers(options: argparse.Namespace, sizes: Mapping[str, int], layers: int, processes: int, solvers: Pair) -> Place:
     """Return the place of a run by its options."""
     if options.mpi:
-        return rank_grid(_grid(sizes, processes, layers, solvers))
-    if options.distributed or math.prod(sizes.values()) > 1:
-        return devices(_mesh(sizes, processes))
-    return ONE_DEVICE
-
-
-def _grid(sizes: Mapping[str, int], processes: int, layers: int, solvers: Pair) -> Ranks:
-    copies = sizes.get("data", 1)
-    rows = sizes.get("layers", max(1, processes // copies))
-    if rows * copies != processes:
-        raise CommandError(
-            f"layers={rows} x data={copies} makes {rows * copies} ranks and mpirun started {processes}; "
-            "with --mpi, --devices and --mesh must name all of them, or be left out."
-        )
-    busy = sum(run.stop > run.start for run in layer_slices(layers, rows, *solvers))
-    if busy < rows:
-        raise CommandError(
-            f"{layers} layers can be cut into {busy} runs that cut no interval of this solver, and there are {rows} ranks "
-            "for them; start fewer, spread the examples too (--mesh layers=...,data=...), or coarsen less."
-        )
-    ranks = Ranks.grid(data=copies)
-    return dataclasses.replace(ranks, layers=dataclasses.replace(ranks.layers, check=True))
-
-
-def _mesh(sizes: Mapping[str, int], processes: int) -> MeshComm:
-    """Return the mesh of these axes; without axes, all devices in one row."""
+        copies = sizes.get("data", 1)
+        rows = sizes.get("layers", max(1, processes // copies))
+        if rows * copies != processes:
+            raise CommandError(
+                f"layers={rows} x data={copies} makes {rows * copies} ranks and mpirun started {processes}; "
+                "with --mpi, --devices and --mesh must name all of them, or be left out."
+            )
+        busy = sum(run.stop > run.start for run in layer_slices(layers, rows, *solvers))
+        if busy < rows:
+            raise CommandError(
+                f"{layers} layers can be cut into {busy} runs that cut no interval of this solver, and there are {rows} ranks "
+                "for them; start fewer, spread the examples too (--mesh layers=...,data=...), or coarsen less."
+            )
+        ranks = Ranks.grid(data=copies)
+        return rank_grid(dataclasses.replace(ranks, layers=dataclasses.replace(ranks.layers, check=True)))
+    if not options.distributed and math.prod(sizes.values()) == 1:
+        return ONE_DEVICE
     there = jax.device_count()
-    sizes = {"layers": 1, **sizes} if sizes else {"layers": there}
+    sizes = {"layers": 1, **sizes} if sizes else {"layers": there}  # without axes, all devices in one row
     needed = math.prod(sizes.values())
     if there < needed or (processes > 1 and there != needed):
+        where = jax.default_backend() + (f", in {processes} processes" if processes > 1 else "")
         raise CommandError(
-            f"{needed} devices are needed and there are {there} ({jax.default_backend()}{_of_processes(processes)}); "
-            "ask for others with --devices or --mesh."
+            f"{needed} devices are needed and there are {there} ({where}); ask for others with --devices or --mesh."
         )
-    return mesh_comm(sizes)
+    return devices(mesh_comm(sizes))
 
 
 def mesh_comm(sizes: Mapping[str, int]) -> MeshComm:
@@ -171,27 +155,3 @@ def mesh_comm(sizes: Mapping[str, int]) -> MeshComm:
         devices=jax.devices()[: math.prod(sizes.values())],
     )
     return MeshComm(mesh)
-
-
-def data_parallel(comm: MeshComm, loss_fn: LossFn) -> LossFn:
-    """Return the loss of a batch whose examples are divided; gradients are summed once per step, not layer by layer."""
-
-    def whole(params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None) -> tuple[jax.Array, Info]:
-        specs = (PartitionSpec(), PartitionSpec(comm.axis))
-
-        @functools.partial(jax.shard_map, mesh=comm.mesh, in_specs=specs, out_specs=PartitionSpec())
-        def share(params: PyTree, batch: Batch) -> tuple[jax.Array, ...]:
-            own = jax.tree.map(lambda x: jax.lax.pcast(x, comm.axis, to="varying"), params)
-            loss, info = loss_fn(own, batch, solver, adjoint_solver)
-            loss, scale = jax.lax.pmean((loss, info.scale), comm.axis)
-            correct, total = jax.lax.psum((info.correct, info.total), comm.axis)
-            return loss, correct, total, scale, jax.lax.pmax(info.result, comm.axis)
-
-        loss, correct, total, scale, result = share(params, batch)
-        return loss, Info(total, Stats(jnp.int32(0), jnp.zeros(0, jnp.float32), result), result, correct, scale)
-
-    return whole
-
-
-def _of_processes(count: int) -> str:
-    return f", in {count} processes" if count > 1 else ""

@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import functools
 import json
+import math
 import os
 import re
 import resource
@@ -23,7 +24,7 @@ from problems import machine
 
 import lp_jax
 from lp_jax import planning, train, viz
-from lp_jax.cli import _cost, _errors, _experiment, _methods, _models, _options, _report, _settings, main
+from lp_jax.cli import _errors, _experiment, _models, _options, _problems, _report, _train, main
 from lp_jax.planning._schedule import count
 from lp_jax.planning._words import code
 from lp_jax.train._log import read_rows
@@ -43,15 +44,12 @@ CYCLES = ["--solver", "MGRIT", "--solver.iterations", "1", *MEAN]
 @pytest.fixture
 def unmeasured(monkeypatch):
     """Call it where a run goes on: its probes and tests are those of the first call, and programs of their own."""
-    return lambda: monkeypatch.setattr(_methods, "_measures", lambda *given: [])
+    return lambda: monkeypatch.setattr(_train, "_measures", lambda *given: [])
 
 
 @pytest.fixture
 def cli(capsys):
     return functools.partial(run, capsys)
-
-
-# --- options --------------------------------------------------------------------------------------------------------
 
 
 def test_help_shows_examples_groups_and_defaults(cli):
@@ -70,13 +68,12 @@ def test_every_field_of_a_solver_is_an_option(cli, kind):
     assert code == 0 and all(f"--solver.{field.name}" in out for field in dataclasses.fields(kind))
 
 
-def options(*args, stored=None, problem="digits"):
+def options(*args, stored=()):
     """The options that the command would take, and as what it would store them."""
-    known = _settings.find(problem)
-    kind = known.kind(None)
-    parser = _options.parser_of("lp-jax train", known, kind, known.about)
-    _options.add_training(parser, known.models[kind], problem)
-    return _options.parse(parser, known, list(_options.spelled_out(args)), stored)
+    known = _problems.PROBLEMS["digits"]
+    parser = _options.parser_of("lp-jax train", known, "dense", "")
+    _options.add_training(parser, known.models["dense"], "digits")
+    return _options.parse(parser, known, list(_options.spelled_out(args)), dict(stored))
 
 
 def solvers(*args, model=_models.Dense()):
@@ -87,34 +84,19 @@ def solvers(*args, model=_models.Dense()):
     return found
 
 
-def test_options_build_the_solver_that_they_name():
-    forward = lp_jax.MGRIT(
-        levels=3,
-        coarsening=(4, 2),
-        iterations=5,
-        rtol=1e-3,
-        atol=1e-9,
-        relaxation=("FCF", "FCFCF"),
-        c_weight=0.9,
-        cycle="W",
-        start="guess",
-        min_coarse=4,
-        coarse_step=lp_jax.Rediscretize(params="mean"),
-        coarsest=lp_jax.Picard(sweeps=3),
-        spatial=lp_jax.spatial(2),
-        storage="all",
-        at_once=8,
-    )
-    text = """--solver MGRIT --solver.levels 3 --solver.coarsening [4,2] --solver.iterations 5 --solver.rtol 1e-3
-        --solver.atol=1e-9 --solver.relaxation [FCF,FCFCF] --solver.c_weight 0.9 --solver.cycle W
-        --solver.start guess --solver.min_coarse 4 --solver.coarse_step Rediscretize
-        --solver.coarse_step.params mean --solver.coarsest Picard --solver.coarsest.sweeps 3 --spatial 2
-        --solver.storage all --solver.at-once 8 --adjoint-iterations 2"""
-    assert solvers(*text.split()) == (forward, dataclasses.replace(forward, iterations=2, rtol=None, atol=None))
-
-
+FULL = lp_jax.MGRIT(
+    levels=3, coarsening=(4, 2), rtol=1e-3, atol=1e-9, relaxation=("FCF", "FCFCF"), cycle="W", at_once=8
+)
+FULL = dataclasses.replace(FULL, coarse_step=lp_jax.Rediscretize(params="mean"), coarsest=lp_jax.Picard(sweeps=3))
+FULL = dataclasses.replace(FULL, spatial=lp_jax.spatial(2), iterations=5)
 NEWTON = "--solver Newton --solver.batch_axes 1"
 PAIRS = {
+    """--solver MGRIT --solver.levels 3 --solver.coarsening [4,2] --solver.iterations 5 --solver.rtol 1e-3 --solver.atol=1e-9
+        --solver.relaxation [FCF,FCFCF] --solver.cycle W --solver.coarse_step Rediscretize --solver.coarse_step.params mean
+        --solver.coarsest Picard --solver.coarsest.sweeps 3 --spatial 2 --solver.at-once 8 --adjoint-iterations 2""": (
+        FULL,
+        dataclasses.replace(FULL, iterations=2, rtol=None, atol=None),
+    ),
     "": _models.Dense.solvers,
     "--serial": (lp_jax.Serial(), lp_jax.Serial()),
     "--solver MGRIT": (lp_jax.MGRIT(), lp_jax.MGRIT()),
@@ -141,7 +123,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("text", PAIRS)
-def test_the_adjoint_follows_what_is_set(text):
+def test_options_build_the_solver_that_they_name_and_the_adjoint_follows(text):
     assert solvers(*text.split()) == PAIRS[text]
     assert text or solvers(model=_models.GRU()) == (_models.CYCLES, _models.CYCLES)  # a recurrent network's own
 
@@ -165,7 +147,7 @@ def test_another_class_of_solver_inherits_nothing_from_a_stored_one():
         *["--solver", "MGRIT", "--solver.storage", "all", "--adjoint_iterations", "1", "--devices", "2"]
     )
     args = ["--solver", "Picard", "--layers", "8"]
-    kept = _options.overridden(stored, _options.first_look(args, "lp-jax train digits"))
+    kept = _options.overridden(stored, _options.first_look(args, "lp-jax train digits"), ())
     given, _ = options(*args, stored=kept)
     assert _options.solvers(given, _models.Dense()) == (lp_jax.Picard(), lp_jax.Picard())
     assert (given.layers, given.devices) == (8, 2)
@@ -230,21 +212,13 @@ WRONG = {
     "--layers 0": "--layers must be at least 1; got 0",
     "--layers many": "--layers: Expected a whole number. Got value: many",
     "--layers 3000000000": "--layers must be at most 2147483647; got 3000000000",
-    "--seed 99999999999999": "--seed must be at most 2147483647",
     "--t1 0": "--t1 must be positive and finite; got 0.0",
-    "--t1 1e400": "--t1 must be positive and finite; got inf",
-    "--learning_rate 0": "--learning_rate must be positive and finite",
     "--model transformer": "--model must be one of dense, conv; got 'transformer'",
     "--heads 2": "there is no option --heads.",
     "--solver MGRIT --solver.levels 0": "levels must be at least 1; got 0",
     "--solver MGRIT --solver.levels two": "--solver.levels: Expected a whole number. Got value: two",
     "--solver MGRIT --solver.coarsest Picard --solver.coarsest.sweeps a": "--solver.coarsest.sweeps: Expected a whole number",
-    "--solver MGRIT --solver.coarsening [4,1]": "coarsening must be at least 2; got 1",
-    "--solver MGRIT --solver.relaxation CF": 'relaxation must be "F"',
-    "--solver MGRIT --solver.cycle X": "cycle must be",
-    "--solver MGRIT --solver.coarse_step.sweeps -1": "sweeps must be at least 1; got -1",
     "--solver MGRIT --solver.coarse_step Nobody": "--solver.coarse_step: there is no class Nobody",
-    "--adjoint_solver MGRIT --adjoint_solver.storage none": "storage must be",
     "--solver Picard --solver.levels 3": "--solver: Option 'levels' is not accepted",
     "--solver nowhere.Solver": "No module named 'nowhere'",
     "--spatial 2": "--spatial needs a solver with levels, like --solver MGRIT; got Picard",
@@ -253,25 +227,21 @@ WRONG = {
     "--log-every 0": "--log_every: 0 is not above 0",
     "--layers 8 --method nested --depths [3,8]": "each a multiple of the one before",
     "--layers 8 --method nested --depths [2,4]": "end with the 8 layers of the network; got [2, 4]",
-    "--layers 8 --method nested --depths [8]": "--depths must have two numbers or more",
     "--method nested --controller 0.3": "--controller goes with --method direct and one-shot",
     "--depths [4,8]": "--depths goes with --method nested; got direct",
     "--method annealing": "'direct', 'one-shot', 'nested'",
     "--devices 2 --mesh layers=2": "give one of the two",
-    "--mesh layers=2,space=2": "sizes of the axes layers and data",
     "--mesh layers=0": "sizes of the axes layers and data",
     "--mesh data=3 --batch-size 50": "cannot be split evenly over data=3",
     "--devices 0": "--devices: invalid PositiveInt value: '0'",
     "--config nowhere.yaml": "--config: there is no file nowhere.yaml",
     "--config": "--config: expected one argument",
-    "--config=": "--config: there is no file",
     "--distributed --coordinator nonsense --process 0/2": "--coordinator takes HOST:PORT",
     "--distributed --coordinator localhost:99999 --process 0/1": "with a port from 1 to 65535",
     "--distributed --coordinator localhost:1 --process 0/9999999999": "--process takes I/N",
     "--devices 65": "64 layers cannot be spread over layers=65",
     "--frobnicate": "there is no option --frobnicate.",
     "--learnin_rate 1": "there is no option --learnin_rate; did you mean --learning_rate?",
-    "--no-compar": "did you mean --no_compare?",
     "--solver mgrit": "--solver: there is no class mgrit. It is MGRIT, Picard",
     "--solver.levels 3": "lp_jax.Solver is abstract. It is MGRIT, Picard",
     "--solver Picard --solver.sweep 3": "'sweep' is not accepted. It is MGRIT",
@@ -288,25 +258,14 @@ def test_wrong_options_are_refused_in_one_line(cli, tmp_path, options):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("trian digits", "did you mean train?"),
-        ("train digit", "did you mean digits?"),
-        ("plan digit", "did you mean digits?"),
-        ("bench rank", "did you mean ranks?"),
-        ("demo --layer 3", "did you mean --layers?"),
-    ],
-)
-def test_a_menu_guesses_what_was_meant(cli, line, message):
+MEANT = {"trian digits": "train", "train digit": "digits", "plan digit": "digits", "bench rank": "ranks"}
+MEANT["demo --layer 3"] = "--layers"
+
+
+@pytest.mark.parametrize("line", MEANT)
+def test_a_menu_guesses_what_was_meant(cli, line):
     code, out, err = cli(*line.split())
-    assert code == 2 and out == "" and message in one_line(err)
-
-
-def test_a_start_that_fails_leaves_no_run(cli, tmp_path):
-    for options in (["--batch-size", "5000"], ["--mesh", "a=2"], ["--method", "nested", "--depths", "[3, 8]"]):
-        assert cli("train", "digits", "--out", tmp_path / "run", *SMALL, *options)[0] != 0
-        assert not (tmp_path / "run").exists()
+    assert code == 2 and out == "" and f"did you mean {MEANT[line]}?" in one_line(err)
 
 
 def test_data_of_ones_own(cli, tmp_path):
@@ -339,9 +298,6 @@ def test_values_of_ones_own(cli, tmp_path, monkeypatch):
     machine(1e-5, 1e-5, at_once=(1, 8), examples=32).save(tmp_path / "machine.json")
     code, out, _ = cli("plan", "arrays", *data, "--machine", tmp_path / "machine.json", "--seconds", "0.01")
     assert code == 0 and "Use solver=" in out
-
-
-# --- runs -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -446,7 +402,7 @@ def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, unmeas
 
 def test_depths_that_are_not_given_are_parts_of_the_network():
     given, _ = options("--method", "nested", "--layers", "8")
-    assert _methods.schedule(given, _settings.prepare("digits", vars(given))[0]) == [2, 4, 8]
+    assert _train.depths_of(given, _problems.prepare("digits", vars(given))[0]) == [2, 4, 8]
 
 
 def test_what_is_charged_is_what_was_taken():
@@ -455,7 +411,7 @@ def test_what_is_charged_is_what_was_taken():
     probe = {"kind": "probe"} | {f"adjoint_residual_{n}": 0.1 for n in (1, 2)}
     swept = {"kind": "train"} | {f"forward_residual_{n}": 0.1 for n in (1, 2, 3)}
     rows = [probe, {"kind": "depth", "layers": 4}, swept, {"kind": "depth", "layers": 8}, swept, {"kind": "train"}]
-    found = _cost.with_costs(rows, pair, layers=8, examples=10)
+    found = _experiment.with_costs(rows, pair, layers=8, examples=10)
     sweeps = [planning.training_step(lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2), n) for n in (4, 8)]
     work = np.cumsum([*(each.work() for each in sweeps), 3 * 8])
     depth = np.cumsum([*(each.depth() for each in sweeps), 3 * 8])
@@ -496,7 +452,7 @@ def test_resuming_a_finished_run_prints_its_table(cli, finished):
 
 @pytest.fixture(scope="module")
 def untrained():
-    return _experiment.experiment(*_settings.prepare("digits", {"layers": 8, "width": 4}))
+    return _experiment.experiment(*_problems.prepare("digits", {"layers": 8, "width": 4}))
 
 
 def a_run(made, name, losses, step_time=1.0):
@@ -512,21 +468,20 @@ def a_run(made, name, losses, step_time=1.0):
 def test_a_slower_step_is_said_with_what_to_do(untrained, times, slower):
     runs = [a_run(untrained, *run) for run in zip(("layer-parallel", "serial"), ([2.0, 1.0],) * 2, times, strict=True)]
     said = list(_report.remarks(runs))
-    assert len(said) == slower and all(
-        "took 2.0 times as long" in text and "lp-jax plan digits" in text for text in said
-    )
+    assert len(said) == slower
+    assert all("took 2.0 times as long" in text and "lp-jax plan digits" in text for text in said)
 
 
-@pytest.mark.parametrize(
-    "losses, shown, remark",
-    [
-        ([float("nan")], "not finite", "its test loss is not finite. Look for very large inputs in the test set."),
-        ([1.0, 2.0], "2.0000", "its test loss ended at 2, above the 1 that it began with. Lower --learning_rate"),
-    ],
-)
-def test_a_training_that_failed_says_so(untrained, losses, shown, remark):
+FAILED = {
+    (math.nan,): ("not finite", "its test loss is not finite. Look for very large inputs in the test set."),
+    (1.0, 2.0): ("2.0000", "its test loss ended at 2, above the 1 that it began with. Lower --learning_rate"),
+}
+
+
+@pytest.mark.parametrize("losses", FAILED)
+def test_a_training_that_failed_says_so(untrained, losses):
     """A log has None for what is not finite."""
-    run = a_run(untrained, "serial", losses)
+    run, (shown, remark) = a_run(untrained, "serial", losses), FAILED[losses]
     run.log.write(kind="probe", step=1, gradient_error=float("inf"), gradient_cosine=float("nan"))
     columns = [list(column.cells) for column in _report.table([run]).columns]
     assert columns[1][columns[0].index("test loss")] == shown
@@ -612,13 +567,12 @@ def test_a_run_folder_may_name_what_the_command_line_names():
     look = _options.first_look(
         ["--solver", "mine.Jacobi", "--solver.coarse_step=mine.f", "--out", "os.system"], "lp-jax train digits"
     )
-    kept = _options.overridden(stored | {"solver": mine, "out": "/elsewhere"}, look)
+    kept = _options.overridden(stored | {"solver": mine, "out": "/elsewhere"}, look, ())
     assert kept["solver"] == mine and "out" not in kept  # a folder cannot move itself
     again, _ = options("--solver", "lp_jax.MGRIT", stored=stored)
     assert again.solver == lp_jax.MGRIT(levels=3)  # the same class keeps its fields
-    _options.check_trusted(kept, look, ())
     with pytest.raises(_errors.CommandError, match=r"'os.system' for --solver\.damping"):
-        _options.check_trusted({"solver": {"init_args": {"damping": "os.system"}}}, look, ())
+        _options.overridden(stored | {"solver": mine | {"init_args": {"damping": "os.system"}}}, look, ())
 
 
 @pytest.mark.parametrize(
@@ -672,9 +626,7 @@ def test_debug_shows_where_an_error_comes_from(cli, tmp_path):
     code, _, err = cli("train", "digits", "--batch-size", "5000", "--debug", "--out", tmp_path / "run")
     assert code == 1 and err.startswith("Traceback") and ", in steps_per_epoch\n" in err
     assert err.endswith("ValueError: --batch_size 5000 is more than the 1437 training examples.\n")
-
-
-# --- MNIST ----------------------------------------------------------------------------------------------------------
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture
@@ -704,9 +656,6 @@ def test_missing_and_damaged_files_are_told_in_one_line(cli, mnist, tmp_path):
     assert code == 1 and "has no file train-images-idx3-ubyte" in one_line(err)
     code, _, err = cli("train", "mnist")
     assert code == 2 and "--data" in one_line(err)
-
-
-# --- the program ----------------------------------------------------------------------------------------------------
 
 
 def program(*args, stdout=subprocess.PIPE, **variables):

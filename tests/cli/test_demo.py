@@ -10,11 +10,10 @@ pytest.importorskip("jsonargparse")
 
 from lp_jax import train
 from lp_jax.cli import _demo
-from lp_jax.cli._experiment import Run
 
 
-def a_run(name, times, accuracies, deeper=(), errors=()):
-    """A run of one step an epoch; a row of kind "depth" before the steps named."""
+def a_log(times, accuracies, deeper=(), errors=()):
+    """The log of one step an epoch; a row of kind "depth" before the steps named."""
     log = train.Log()
     for step, (seconds, accuracy) in enumerate(zip(times, accuracies, strict=True)):
         if step == 0 or step in deeper:
@@ -24,28 +23,27 @@ def a_run(name, times, accuracies, deeper=(), errors=()):
     _demo.without_compilation(log)
     for error in errors:
         log.write(kind="probe", step=0, gradient_error=error)
-    return Run(name, None, None, log, examples=8)
+    return log
 
 
 def test_the_first_step_of_each_depth_counts_like_the_next_and_the_rest_is_compilation():
-    run = a_run("nested", [5.0, 1.0, 1.0, 7.0, 2.0], [0.1, 0.5, 0.9, 0.8, 0.9], deeper={3})
-    assert _demo.numbers_of([run])[1]["nested"]["compilation"] == pytest.approx(4.0 + 5.0)
-    assert _demo.seconds(run) == pytest.approx(1 + 1 + 1 + 2 + 2)
-    assert _demo.seconds(run, 0.9) == pytest.approx(3.0)  # where it is reached first
+    log = a_log([5.0, 1.0, 1.0, 7.0, 2.0], [0.1, 0.5, 0.9, 0.8, 0.9], deeper={3})
+    assert _demo.seconds(log) == pytest.approx(1 + 1 + 1 + 2 + 2)
+    assert _demo.seconds(log, 0.9) == pytest.approx(3.0)  # where it is reached first
 
 
 def test_times_are_told_to_an_accuracy_that_all_end_with_and_beside_the_first_run():
-    runs = [
-        a_run("exact", [9.0, 2.0, 2.0, 2.0], [0.2, 0.6, 0.9, 0.95]),
-        a_run("fast", [9.0, 1.0, 1.0, 1.0], [0.2, 0.9, 0.8, 0.9], errors=(1e-3, 0.1)),
-    ]
+    runs = {
+        "exact": a_log([9.0, 2.0, 2.0, 2.0], [0.2, 0.6, 0.9, 0.95]),
+        "fast": a_log([9.0, 1.0, 1.0, 1.0], [0.2, 0.9, 0.8, 0.9], errors=(1e-3, 0.1)),
+    }
     target, numbers = _demo.numbers_of(runs)
     assert target == 0.9
     assert (numbers["exact"]["seconds"], numbers["fast"]["seconds"]) == (6.0, 2.0)
-    assert numbers["fast"]["of_exact"] == pytest.approx(1 / 3) and numbers["fast"]["all_of_exact"] == 0.5
     assert (numbers["exact"]["accuracy"], numbers["fast"]["accuracy"]) == (0.95, 0.9)
     cells = [list(column.cells) for column in _demo.table(target, numbers).columns]
-    assert cells[1] == [" 6.00 s (1.00)", " 2.00 s (0.33)"] and cells[4] == ["none", "1e-03, 1e-01"]
+    assert cells[1] == [" 6.00 s (1.00)", " 2.00 s (0.33)"] and cells[2] == [" 8.00 s (1.00)", " 4.00 s (0.50)"]
+    assert cells[4] == ["none", "1e-03, 1e-01"]
 
 
 def test_the_demo_trains_on_two_devices_and_tells_the_error_of_its_gradients(tmp_path, monkeypatch, capsys):
@@ -62,8 +60,8 @@ def test_the_demo_trains_on_two_devices_and_tells_the_error_of_its_gradients(tmp
     np.testing.assert_allclose(runs["data parallel"]["accuracy"], runs["exact"]["accuracy"], atol=0.01)
     np.testing.assert_allclose(runs["layer-parallel"]["accuracy"], runs["exact"]["accuracy"], atol=0.01)
     assert "an exact step is 192 evaluations of one layer" in printed
-    assert "is 7 evaluations of 32 layers at once: 4 forward, 2 adjoint and the gradient, with 11 messages" in printed
-    assert "1 H200" in printed and "layer-parallel, rough" in printed
+    assert "is 7 evaluations of 32 layers at once: 4 forward, 2 adjoint and the gradient" in printed
+    assert "layer-parallel, rough" in printed
 
 
 def test_layers_that_cannot_be_halved_are_refused():

@@ -62,6 +62,14 @@ def processes(count, folder, train, *arguments, devices=1, timeout=200):
     )  # fmt: skip
 
 
+def test_two_processes_solve():
+    """Two devices each: the same numbers as on one, and every process holds its own layers' gradients."""
+    port = launch.free_port()
+    commands = [[sys.executable, launch.HERE / "processes_solve.py", i, 2, 2, port] for i in range(2)]
+    for i, ended in enumerate(launch.together(commands, timeout=200)):
+        assert ended.code == 0 and f"passed in process {i}" in ended.output, ended.output
+
+
 def losses(folder):
     return [row["loss"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
 

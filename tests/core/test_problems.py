@@ -12,11 +12,8 @@ from flax import nnx
 
 import lp_jax
 from lp_jax import data
-from lp_jax.cli._commands import problems
-from lp_jax.cli._problem import model_and_training
-from lp_jax.cli._settings import find
-from lp_jax.cli.problems.gum import tagged
-from lp_jax.cli.problems.text import written
+from lp_jax.cli._menu import PROBLEMS as HELP
+from lp_jax.cli._problems import PROBLEMS, model_and_training, tagged, written
 
 
 @pytest.fixture(autouse=True)
@@ -118,31 +115,30 @@ def test_a_text_goes_on_with_what_is_likely():
     assert before.endswith("\nabcdefghijklmnop") and after == ("abcdefghijklmnopqrstuvwxyz" * 10)[16:216]
 
 
-@pytest.mark.parametrize("problem", [name for name in problems() if find(name).sources])
+@pytest.mark.parametrize("problem", [name for name in PROBLEMS if PROBLEMS[name].sources])
 def test_files_that_are_not_named_are_asked_for(problem, capsys):
     code, _, err = run(capsys, "train", problem)
-    wanted = find(problem).sources["data"]
+    wanted = PROBLEMS[problem].sources["data"]
     assert code == 2 and f"Missing option --data: {wanted[0].lower()}{wanted[1:]}" in err
 
 
 def test_settings_that_are_not_given_are_those_of_problem_and_model():
-    dense, conv = (model_and_training(find("mnist"), {"model": model})[0] for model in (None, "conv"))
+    dense, conv = (model_and_training(PROBLEMS["mnist"], {"model": model})[0] for model in (None, "conv"))
     assert (type(dense).__name__, dense.layers, dense.width) == ("Dense", 64, 64)
     assert (conv.layers, conv.t1) == (32, 1.0)
-    model, training = model_and_training(find("mnist"), {"layers": 7, "epochs": 2, "seed": 3})
+    model, training = model_and_training(PROBLEMS["mnist"], {"layers": 7, "epochs": 2, "seed": 3})
     assert (model.layers, training.epochs, training.seed, training.batch_size) == (7, 2, 3, 50)
 
 
 def test_buffers_are_serial_layers_around_the_others(tmp_path):
     model, training = model_and_training(
-        find("text"), {"layers": 2, "width": 4, "heads": 1, "buffers": 3, "batch_size": 4}
+        PROBLEMS["text"], {"layers": 2, "width": 4, "heads": 1, "buffers": 3, "batch_size": 4}
     )
-    task, sweeps = find("text").load(training, book(tmp_path)), lp_jax.Picard()
+    task, sweeps = PROBLEMS["text"].load(training, book(tmp_path)), lp_jax.Picard()
     network = nnx.eval_shape(lambda: model.build(task, 2, 2.0, nnx.Rngs(0), solver=sweeps))
     found = [(part.num_layers, part.solver) for part in network.trunk.parts]
     assert found == [(3, lp_jax.Serial()), (2, sweeps), (3, lp_jax.Serial())]
 
 
-def test_every_problem_is_a_file_with_a_line_of_help():
-    assert set(RUNS) | {"arrays", "digits", "mnist"} == set(problems())
-    assert all(find(name).about == text and text.endswith(".") for name, text in problems().items())
+def test_every_problem_is_in_the_menu():
+    assert set(RUNS) | {"arrays", "digits", "mnist"} == set(PROBLEMS) == set(HELP)

@@ -1,1 +1,0 @@
-"""The problems of ``lp-jax train``: one module each, named like the command, with its `PROBLEM`."""
