@@ -25,9 +25,6 @@ from lp_jax.train._types import Batch, LossFn
 Predict = Callable[[PyTree], np.ndarray]
 """A function from a batch of inputs to outputs."""
 
-_EVALUATION_BATCH = 500
-_LARGEST = 2**31 - 1
-
 
 def check_sizes(settings: Any) -> None:
     """Refuse settings of a model or a training that are not positive, or too large for arrays of JAX."""
@@ -37,8 +34,8 @@ def check_sizes(settings: Any) -> None:
                 raise ValueError(f"dropout must be at least 0 and less than 1; got {value}.")
         elif isinstance(value, int):
             _check.integer(name, value, least=0 if name in ("seed", "buffers") else 1)
-            if value > _LARGEST:
-                raise ValueError(f"{name} must be at most {_LARGEST}; got {value}.")
+            if value >= 2**31:
+                raise ValueError(f"{name} must be at most {2**31 - 1}; got {value}.")
         elif value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite; got {value}.")
 
@@ -95,7 +92,7 @@ def task_of(dataset: data.Dataset, training: Training) -> Task:
         for x, y in data.batches(dataset, training.batch_size, seed=training.seed, epoch=epoch):
             yield _scaled(x), y
 
-    cuts = [slice(i, i + _EVALUATION_BATCH) for i in range(0, len(dataset.test_y), _EVALUATION_BATCH)]
+    cuts = [slice(i, i + 500) for i in range(0, len(dataset.test_y), 500)]
     return Task(
         batches=batches,
         steps_per_epoch=steps_per_epoch(len(dataset.train_y), training),
@@ -127,8 +124,6 @@ Pair = tuple[Solver, Solver]
 # BasicMotions for 240 steps: these cycles 5e-2, Picard(2) 4e-1, injection with 2/1 cycles 9e-1. On a device that is not full,
 # `Newton(iterations=4, relaxations=16)` has 3e-2 at half the depth and five times the work.
 CYCLES = MGRIT(levels=2, coarsening=4, iterations=1, coarse_step=Picard(sweeps=3))
-
-_MOST_INPUTS = 65_536  # of a dense closing layer; larger states are averaged over space
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +188,9 @@ class Conv(Model):
             raise UsageError(f"--model conv needs {wanted}; these have shape {task.shape}.")
         width, (*space, inputs) = self.width, task.shape
         kernel, state = (3,) * len(space), (*(-(-size // self.stride) for size in space), width)
-        closing = nn.DenseClosing if math.prod(state) <= _MOST_INPUTS else nn.PoolClosing
+        closing = (
+            nn.DenseClosing if math.prod(state) <= 2**16 else nn.PoolClosing
+        )  # the mean over space of large states
         return nn.Classifier(
             nn.ConvTransition(inputs, width, kernel=kernel, factor=self.stride, rngs=rngs),
             nn.LayerParallel(
