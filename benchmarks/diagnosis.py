@@ -196,7 +196,7 @@ def chain(tell: Callable[[str], object]) -> Iterator[Case]:
 
 def compared(name: str, state: str, problem: lp_jax.Problem, cotangent: Any) -> dict[str, Any]:
     """A row: what was predicted, and what the same solvers take on the whole batch."""
-    few = planning.diagnose(problem, cotangent=cotangent, examples=EXAMPLES, seconds=math.inf)
+    few = planning.diagnose(problem, cotangent=cotangent, examples=EXAMPLES)
     whole = planning.diagnose(
         problem,
         cotangent=cotangent,

@@ -78,7 +78,7 @@ class Group:
         self._ask("gradients", name, row, devices)
 
     def wires(self, **details: Any) -> dict[str, float]:
-        """As `lp_jax.planning._interconnect.interconnect`, of its processes."""
+        """As `lp_jax.planning._calibrate.interconnect`, of its processes."""
         return self._ask("wires", "", details)[0]
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from benchmarks.networks import NETWORKS, SERIAL, SETTINGS, Weights
 from benchmarks.training import Trainer
 from lp_jax import Problem, Serial, planning
 from lp_jax.cli._heap import keep_heap
-from lp_jax.planning._interconnect import interconnect
+from lp_jax.planning._calibrate import interconnect
 
 Sizes = tuple[str, int, int, int]
 """Network, width, layers, batch."""

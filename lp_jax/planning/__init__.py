@@ -1,9 +1,9 @@
 """Predict the time and memory of a training step before it is run."""
 
 from lp_jax.planning._cost import predict as predict
-from lp_jax.planning._default import assume as assume
-from lp_jax.planning._default import default as default
 from lp_jax.planning._diagnose import diagnose as diagnose
+from lp_jax.planning._estimate import assume as assume
+from lp_jax.planning._estimate import default as default
 from lp_jax.planning._estimate import estimate as estimate
 from lp_jax.planning._machine import Machine as Machine
 from lp_jax.planning._plan import choose as choose

@@ -1,20 +1,23 @@
-"""Times of a network's own layers on the machine at hand, in seconds."""
+"""Times of a network's own layers on the machine at hand, and of messages between workers, in seconds."""
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from lp_jax._comms._comm import OneDevice
+from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._problem import Problem
+from lp_jax._programs import _inputs
+from lp_jax._solvers._newton import Newton
+from lp_jax._solvers._sweeps import Picard
 from lp_jax.planning import _measure
-from lp_jax.planning._deadline import Deadline
 from lp_jax.planning._estimate import estimate
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import examples_of, few
+from lp_jax.planning._measure import ITERATIONS, Deadline, examples_of, few
+from lp_jax.planning._work import prefix_messages
 
 _FEW, _ENOUGH = 8, 0.03  # layers that are timed at least, and the seconds that they should take
 _CHUNKS = 4  # batches of a timed sweep
@@ -23,25 +26,16 @@ _CHUNKS = 4  # batches of a timed sweep
 def calibrate(problem: Problem, *, newton: bool = False, name: str = "") -> Machine:
     """Measure how long the layers of a network take on this machine, one at a time and many at once.
 
-    Serial propagation gives the time of a single layer. Two runs of Picard sweeps that differ in the number of sweeps give
-    the time of a sweep, forward and adjoint. Sweeps go over 1/64, 1/8 and all of the layers, or of those that
-    ``at_once="auto"`` evaluates at once. Where layers run one after another, serial propagation through some of them is
-    enough.
-
-    How a layer's time falls with the examples decides the gain of data parallelism. It is measured with a quarter of them, of
-    eight or more, and otherwise estimated. The time of relaxation relative to a sweep is always estimated.
+    Serial propagation gives the time of a single layer. Runs that differ in the number of sweeps give that of a sweep over
+    1/64, 1/8 and all of the layers, or of those that ``at_once="auto"`` evaluates at once. Where layers run one after another,
+    serial propagation through some of them is enough. The gain with fewer examples is measured with a quarter of eight or
+    more, and otherwise estimated. The time of relaxation is always estimated, and messages take none.
 
     Args:
-        problem: the network, on one device.
+        problem: the network, on one device; with a ``comm`` it raises a ValueError.
         newton: whether to measure Newton's method with full Jacobians too. The first axis of the state must be that of the
             examples, and the state small: a Jacobian has the square of its size.
         name: name of the machine.
-
-    Returns:
-        A `Machine` without an interconnect: messages take no time.
-
-    Raises:
-        ValueError: for a problem with a ``comm``.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -66,7 +60,11 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
     if deadline.allows("serial propagation"):
         forward, backward = _measure.serial(timed)
     single = [forward, backward / 2, backward / 2]
-    sweeps = {size: _sweep(problem, size) for size in guess.at_once[:0:-1] if deadline.allows("sweeps")}
+    sweeps = {}
+    for size in guess.at_once[:0:-1]:
+        if deadline.allows("sweeps"):
+            parts = min(_CHUNKS, problem.layers // size)
+            sweeps[size] = [seconds / parts for seconds in _measure.sweep(_first(problem, parts * size), size)]
     if not sweeps:
         ratios = np.divide(guess.forward[1:], guess.forward[0]).tolist()
         sweeps = {size: [x * r for x in single] for size, r in zip(guess.at_once[1:], ratios, strict=True)}
@@ -78,21 +76,21 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
     if share <= 1 / 4 and deadline.allows("fewer examples"):
         ratio = sum(_measure.serial(quarter)) / (forward + backward)
         overhead = min(1.0, max(0.0, (ratio - share) / (1 - share)))
-    return dataclasses.replace(
-        guess,
-        at_once=tuple(rows),
-        forward=forwards,
-        adjoint=adjoints,
-        gradient=gradients,
-        newton=_newton(problem, tuple(rows), problem.layers * (forward + backward), deadline) if newton else None,
-        overhead=overhead,
+    iterations: list[float] = []
+    if newton and deadline.allows("Newton's method"):
+        solver, last, slow = Newton(iterations=ITERATIONS, batch_axes=1), 1, problem.layers * (forward + backward)
+        for size in rows:
+            if not iterations:
+                iterations.append(_measure.iteration(_first(problem, 2), solver) / 2)
+            elif iterations[-1] <= slow and deadline.allows("longer runs of Newton's method"):
+                iterations.append(_measure.iteration(_first(problem, size), solver))
+            else:  # slower than serial propagation through all layers, or time is over
+                iterations.append(iterations[-1] * size / last)
+            last = size
+    guess = dataclasses.replace(
+        guess, at_once=tuple(rows), forward=forwards, adjoint=adjoints, gradient=gradients, newton=None
     )
-
-
-def _sweep(problem: Problem, size: int) -> list[float]:
-    """Seconds of a sweep over ``size`` layers; the mean over several such parts where the network has more layers."""
-    parts = min(_CHUNKS, problem.layers // size)
-    return [seconds / parts for seconds in _measure.sweep(_first(problem, parts * size), size)]
+    return dataclasses.replace(guess, newton=tuple(iterations) or None, overhead=overhead)
 
 
 def _first(problem: Problem, layers: int) -> Problem:
@@ -102,15 +100,27 @@ def _first(problem: Problem, layers: int) -> Problem:
     return dataclasses.replace(problem, params=params, data=data, t1=times[: layers + 1])
 
 
-def _newton(problem: Problem, sizes: Sequence[int], serial: float, deadline: Deadline) -> tuple[float, ...] | None:
-    """Seconds of a Newton iteration on each number of layers at once; None if time is over.
+def interconnect(comm: Comm | Mesh, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> dict[str, float]:
+    """Measure messages between workers, by sweeps over a chain that computes almost nothing.
 
-    Larger numbers are extrapolated once an iteration takes longer than serial propagation through all layers, or time is over.
+    Returns the fields ``latency`` and ``bandwidth`` of a `Machine`, for `dataclasses.replace`. The same sweep on one worker is
+    subtracted. What is left are a state to the neighbour, one for each step of a prefix sum, and the residual norm to all.
+    All ranks of an `MPIComm` call this together. ``sizes`` are the bytes of a small and of a large state.
     """
-    if not deadline.allows("Newton's method"):
-        return None
-    times = [_measure.newton(_first(problem, 2)) / 2]
-    for last, size in itertools.pairwise(sizes):
-        measured = times[-1] <= serial and deadline.allows("longer runs of Newton's method")
-        times.append(_measure.newton(_first(problem, size)) if measured else times[-1] * size / last)
-    return tuple(times)
+    comm = _inputs.comm(comm)
+    if comm.size == 1:
+        raise ValueError("interconnect got a comm of one worker, which has nobody to send to; give one of several.")
+    solver = Picard(sweeps=17)
+
+    def sweep(comm: Comm, size: int) -> float:
+        params, y0 = jnp.ones(1, jnp.float32), jnp.ones(size // 4, jnp.float32)
+        if comm.size > 1:
+            params = comm.share(jnp.ones(comm.size, jnp.float32), (solver,))
+        problem = Problem(lambda y, layer: y + layer.dt * layer.params * y, params, y0, comm=comm)
+        return _measure.iteration(problem, solver, samples=5, repeats=10)  # as often on every rank
+
+    messages, hops = 1 + prefix_messages(comm.size), (comm.size - 1).bit_length()
+    small, large = (sweep(comm, size) - sweep(OneDevice(), size) for size in sizes)
+    latency = max(small, 1e-9) / (messages + hops)
+    bandwidth = messages * (sizes[1] - sizes[0]) / max(large - small, 1e-9)
+    return {"latency": latency, "bandwidth": bandwidth}

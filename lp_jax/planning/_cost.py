@@ -6,10 +6,12 @@ r"""Time and memory of a training step: its work, and a machine's times for this
         + 2 \lceil \log_2 D \rceil \lambda + 2 \frac{D - 1}{D} \frac{|w|}{\beta}
 
 `Schedule` has the batches, messages and reductions. `Machine` has the times t, the latency :math:`\lambda` and the bandwidth
-:math:`\beta`. P workers share the layers. D workers share the examples; the gradients w are summed over these.
+:math:`\beta`. P workers share the layers. D workers share the examples; the gradients w are summed over these, with the
+latency of a tree and the bandwidth of a ring.
+
+Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -48,16 +50,8 @@ def predict(
     """Predict time and memory of a training step, value and gradient, on ``data_workers`` times ``workers`` devices.
 
     Each of the ``data_workers`` groups has a part of the examples, and spreads the layers over its ``workers``. A solver with a
-    tolerance counts with all of its iterations. The optimizer is not counted.
-
-    With n layers on a worker, a state of |u| bytes and a linearisation with k further bytes, serial propagation keeps
-    n (|u| + k) bytes. The number of arrays that a sweep or a cycle has live at once was counted in compiled programs (suite
-    ``memory`` of the benchmarks).
-
-    Returns:
-        Predicted ``seconds``: the sum of ``evaluations``, ``messages``, ``reductions`` (sums over the workers of the layers)
-        and ``gradients`` (their sum over the workers of the examples). Predicted ``bytes`` on one worker: the sum of
-        ``parameters`` (with their gradient), ``kept`` and ``working``.
+    tolerance counts with all of its iterations. The optimizer is not counted. The number of arrays that a sweep or a cycle has
+    live at once was counted in compiled programs (suite ``memory`` of the benchmarks).
 
     Raises:
         NotImplementedError: for Newton's method on a machine without times of Newton's method.
@@ -76,41 +70,26 @@ def predict(
     if data_workers > machine.examples:
         raise ValueError(f"data_workers={data_workers} is more than the {machine.examples} examples.")
     machine = machine.divided(data_workers)
-    message = machine.message(machine.state_bytes)
     resolved, parameters = solver.resolve(layers), math.ceil(layers / workers) * machine.layer_bytes
-    spread = functools.partial(
-        count, layers=layers, workers=workers, at_once=machine.at_once[-1], kept=resolved.keeps_states
-    )
-    forward, adjoint = spread(solver), spread(adjoint_solver, adjoint=True)
-    schedule = forward + adjoint
+    evaluations, schedule = 0.0, Schedule()
+    for each, adjoint in ((solver, False), (adjoint_solver, True)):
+        kept = resolved.keeps_states
+        work = count(each, layers, workers=workers, at_once=machine.at_once[-1], kept=kept, adjoint=adjoint)
+        relaxes = each.resolve(layers).stride(layers) > 1
+        for (kind, size), number in work.batches.items():
+            faster = relaxes and size > 1 and kind in ("forward", "linearise", "adjoint")
+            evaluations += number * machine.seconds(kind, size) * (machine.relaxation if faster else 1.0)
+        schedule += work
+    message = machine.message(machine.state_bytes)
+    hops = (data_workers - 1).bit_length()
     return Cost(
-        evaluations=sum(
-            _evaluations(work, machine, relaxes=each.resolve(layers).stride(layers) > 1)
-            for each, work in ((solver, forward), (adjoint_solver, adjoint))
-        ),
+        evaluations=evaluations,
         messages=schedule.states * message,
         reductions=schedule.reductions * (workers - 1).bit_length() * message,
-        gradients=all_reduce(parameters, data_workers, machine),
+        gradients=2 * hops * machine.latency + 2 * (data_workers - 1) / data_workers * parameters / machine.bandwidth,
         parameters=2 * parameters,
         **dict(zip(("kept", "working"), held(resolved, machine, layers, workers), strict=True)),
     )
-
-
-def _evaluations(schedule: Schedule, machine: Machine, *, relaxes: bool) -> float:
-    def seconds(kind: str, layers: int) -> float:
-        faster = relaxes and layers > 1 and kind in ("forward", "linearise", "adjoint")
-        return machine.seconds(kind, layers) * (machine.relaxation if faster else 1.0)
-
-    return sum(n * seconds(*batch) for batch, n in schedule.batches.items())
-
-
-def all_reduce(size: float, workers: int, machine: Machine) -> float:
-    """Seconds of a sum of ``size`` bytes over workers: the latency of a tree and the bandwidth of a ring.
-
-    Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005.
-    """
-    hops = (workers - 1).bit_length()
-    return 2 * hops * machine.latency + 2 * (workers - 1) / workers * size / machine.bandwidth
 
 
 def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> float:

@@ -21,10 +21,12 @@ from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax._solvers._sweeps import Picard
-from lp_jax.planning._candidates import as_pair
-from lp_jax.planning._deadline import Deadline
-from lp_jax.planning._measure import arrays, compile_fast, examples_of, few, small, solving
-from lp_jax.planning._words import align, code, numbered, where_it_pays
+from lp_jax.planning._measure import arrays, as_pair, compile_fast, examples_of, few, require, small, solving
+from lp_jax.planning._words import align, code, numbered
+
+_LARGEST = 700.0  # of an exponent
+_MOST = 32  # iterations, as of the default solver
+_ROUNDS = 10  # of power iteration
 
 
 class Rehearsal(NamedTuple):
@@ -55,7 +57,6 @@ class Diagnosis:
         lyapunov: largest Lyapunov exponent, per layer: a disturbance grows by ``exp(lyapunov)`` from one layer to the next, on
             average. Below zero, layers forget.
         rehearsals: iterations of each pair of solvers, and how they ended.
-        left_out: solvers that were not rehearsed for lack of time.
     """
 
     layers: int
@@ -63,7 +64,6 @@ class Diagnosis:
     lipschitz: float
     lyapunov: float
     rehearsals: tuple[Rehearsal, ...]
-    left_out: tuple[Solver, ...] = ()
 
     @property
     def growth(self) -> float:
@@ -71,26 +71,18 @@ class Diagnosis:
         return math.exp(min(self.lyapunov * self.layers, _LARGEST))
 
     @property
-    def behaviour(self) -> str:
-        """One sentence: the chain forgets a small disturbance, keeps it (a factor of 0.1 to 10) or amplifies it."""
+    def verdict(self) -> str:
+        """Whether the chain forgets a small disturbance, keeps it (a factor of 0.1 to 10) or amplifies it; who converges."""
         kind = "forgets" if self.growth <= 0.1 else "keeps disturbances" if self.growth <= 10 else "amplifies"
         growth = f"{self.growth:.1f}" if 0.1 <= self.growth < 100 else f"{self.growth:.1e}"
-        return f"This chain {kind}: a disturbance is {growth} times as large after the last layer."
-
-    @property
-    def verdict(self) -> str:
-        """The behaviour, and which rehearsed solvers converge."""
-        sentences = [self.behaviour]
-        good = [f"{type(r.solver).__name__}{where_it_pays(r.solver)}" for r in self.rehearsals if r.converges]
-        bad = [type(r.solver).__name__ for r in self.rehearsals if not r.converges]
-        if good:
-            sentences.append(f"Converges: {', '.join(good)}." + (f" Does not: {', '.join(bad)}." if bad else ""))
-        elif bad:
-            sentences.append(f"No rehearsed solver converges{'' if self.left_out else ': take Serial()'}.")
-        if self.left_out:
-            names = ", ".join(type(solver).__name__ for solver in self.left_out)
-            sentences.append(f"Left out for lack of time: {names}.")
-        return " ".join(sentences)
+        text = f"This chain {kind}: a disturbance is {growth} times as large after the last layer."
+        good, bad = (
+            ", ".join(type(r.solver).__name__ for r in self.rehearsals if r.converges is wanted)
+            for wanted in (True, False)
+        )
+        if bad and not good:
+            return f"{text} No rehearsed solver converges: take Serial()."
+        return text + (f" Converges: {good}." if good else "") + (f" Does not: {bad}." if bad else "")
 
     def __str__(self) -> str:
         lines = [
@@ -111,40 +103,26 @@ class Diagnosis:
     __repr__ = __str__
 
 
-_LARGEST = 700.0  # of an exponent
-
-
 def diagnose(
     problem: Problem,
     *,
     cotangent: State | None = None,
     examples: int = 4,
     solvers: Sequence[Solver | Pair] | None = None,
-    seconds: float = 10.0,
 ) -> Diagnosis:
     """Estimate how fast solvers converge on a network, before it is solved or trained.
 
-    Two numbers come from one trajectory of a few examples. The Lipschitz constant times T comes from power iteration with
-    Jacobian-vector products. The largest Lyapunov exponent comes from propagating a cotangent, which grows as a tangent does.
-    The number of iterations comes from a rehearsal: each solver runs to its tolerance on these examples, forward and adjoint.
+    Two numbers come from one trajectory of a few examples: the Lipschitz constant times T by power iteration, the largest
+    Lyapunov exponent by propagating a cotangent, which grows as a tangent does. The number of iterations comes from a rehearsal:
+    each solver runs to its tolerance on these examples, forward and adjoint.
 
     Args:
         problem: the network, and a typical batch.
-        cotangent: cotangent of the last state, as a loss gives it; None takes the last state, as a sum of squares gives it.
-        examples: number of examples that are used, along the first axis of the state. All of them where the step does not
-            take fewer.
+        cotangent: cotangent of the last state, as for `plan`.
+        examples: number of examples that are used; all of them where the step does not take fewer.
         solvers: solvers to rehearse, or pairs (solver, adjoint solver). None means sweeps, cycles of two levels and, where an
             example's state has at most 256 numbers, Newton's method, each to a residual of 1e-3, in the adjoint 1e-2, of the
-            first one, with at most 32 iterations. With an empty list nothing is rehearsed; this takes a second.
-        seconds: time after which no rehearsal starts. One that has begun is finished, its compilation included. The two numbers
-            are always computed. The text names the solvers left out.
-
-    Returns:
-        The `Diagnosis`.
-
-    Raises:
-        TypeError: if ``problem`` is not a `Problem`.
-        ValueError: for less than one example.
+            first one, with at most 32 iterations. With an empty list nothing is rehearsed.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -159,34 +137,30 @@ def diagnose(
         Gander, "50 years of time parallel time integration", 2015, for sweeps; Gonzalez et al., "Predictability enables
         parallelization of nonlinear state space models", 2025, for the Lyapunov exponent.
     """
-    if not isinstance(problem, Problem):
-        raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")
+    require(problem)
     _check.integer("examples", examples, least=1)
-    deadline = Deadline(seconds)
     problem = few(problem.replace(comm=None), examples)
     if cotangent is not None:
         cotangent = jax.tree.map(lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0)
-    pairs = _usual(problem) if solvers is None else list(map(as_pair, solvers))
+    if solvers is None:  # with fewer iterations than layers, so that none is exact
+        most = max(1, min(_MOST, problem.layers - 1))
+        swept = Picard(sweeps=most, rtol=1e-3, fallback=True)
+        cycled = MGRIT(iterations=most, rtol=1e-3, fallback=True)
+        pairs: list[Pair] = [
+            (swept, dataclasses.replace(swept, rtol=1e-2)),
+            (cycled, dataclasses.replace(cycled, rtol=1e-2)),
+        ]
+        if small(problem.y0):  # a residual of Newton's method may rise on the way: it does not give up
+            pairs.append((Newton(iterations=most, rtol=1e-3, batch_axes=1), Newton(iterations=1, batch_axes=1)))
+    else:
+        pairs = list(map(as_pair, solvers))
     lipschitz, lyapunov = _numbers(problem)
-    rehearsals = [_rehearse(problem, cotangent, *pair) for pair in pairs if deadline.allows()]
-    left_out = tuple(solver for solver, _ in pairs[len(rehearsals) :])
-    return Diagnosis(problem.layers, examples_of(problem.y0), lipschitz, lyapunov, tuple(rehearsals), left_out)
-
-
-_MOST = 32  # iterations, as of the default solver
-
-
-def _usual(problem: Problem) -> list[Pair]:
-    """Sweeps, cycles and, for small states, Newton's method; with fewer iterations than layers, so that none is exact."""
-    most = max(1, min(_MOST, problem.layers - 1))
-    solvers: list[Picard | MGRIT] = [
-        Picard(sweeps=most, rtol=1e-3, fallback=True),
-        MGRIT(iterations=most, rtol=1e-3, fallback=True),
-    ]
-    pairs: list[Pair] = [(s, dataclasses.replace(s, rtol=1e-2)) for s in solvers]
-    if small(problem.y0):  # a residual of Newton's method may rise on the way: it does not give up
-        pairs.append((Newton(iterations=most, rtol=1e-3, batch_axes=1), Newton(iterations=1, batch_axes=1)))
-    return pairs
+    rehearsals = []
+    for pair in pairs:
+        _, stats, adjoint = solving(problem, fast=True)(*pair, cotangent)
+        reached = map(int, (stats.iterations, adjoint.iterations, stats.result, adjoint.result))
+        rehearsals.append(Rehearsal(*pair, *reached))
+    return Diagnosis(problem.layers, examples_of(problem.y0), lipschitz, lyapunov, tuple(rehearsals))
 
 
 def _numbers(problem: Problem) -> tuple[float, float]:
@@ -203,9 +177,6 @@ def _numbers(problem: Problem) -> tuple[float, float]:
             pull = jax.vjp(lambda y: step(y, x, shared), y)[1]
             return lambda w: pull(w)[0]
 
-        def grow(w: State, at: tuple[State, Slices]) -> tuple[State, jax.Array]:
-            return _normal(transposed(*at)(w))
-
         def norm(y: State, x: Slices, w: State) -> jax.Array:
             """2-norm of J - I, by power iteration."""
             pull = transposed(y, x)
@@ -218,16 +189,14 @@ def _numbers(problem: Problem) -> tuple[float, float]:
             return lax.fori_loop(0, _ROUNDS, turn, (w, _tree.norm(w)))[1]
 
         _, entering = lax.scan(lambda y, x: (step(y, x, shared), y), chain.y0, chain.slices)
-        start, _ = _normal(_noise(chain.y0))
-        sizes = lax.scan(grow, start, (entering, chain.slices), reverse=True)[1]
-        norms = jax.vmap(norm, (0, 0, None))(entering, chain.slices, start)
-        return jnp.sum(norms), jnp.mean(jnp.log(sizes))
+        key = jax.random.split(jax.random.key(0), 1)[0]
+        start, _ = _normal(jax.tree.map(lambda x: jax.random.normal(key, x.shape, x.dtype), chain.y0))
+        layers = entering, chain.slices
+        sizes = lax.scan(lambda w, at: _normal(transposed(*at)(w)), start, layers, reverse=True)[1]
+        return jnp.sum(jax.vmap(norm, (0, 0, None))(*layers, start)), jnp.mean(jnp.log(sizes))
 
     lipschitz, lyapunov = along(arrays(problem))
     return float(lipschitz), float(lyapunov)
-
-
-_ROUNDS = 10
 
 
 def _normal(v: State) -> tuple[State, jax.Array]:
@@ -235,18 +204,3 @@ def _normal(v: State) -> tuple[State, jax.Array]:
     size = _tree.norm(v)
     size = jnp.maximum(size, jnp.finfo(size.dtype).tiny)
     return jax.tree.map(lambda x: x / size.astype(jnp.finfo(x.dtype).dtype), v), size
-
-
-def _noise(like: State) -> State:
-    leaves, structure = jax.tree.flatten(like)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    return jax.tree.unflatten(
-        structure, [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    )
-
-
-def _rehearse(problem: Problem, cotangent: State | None, solver: Solver, adjoint_solver: Solver) -> Rehearsal:
-    """Run both solvers on these examples, to their tolerances."""
-    _, stats, adjoint = solving(problem, fast=True)(solver, adjoint_solver, cotangent)
-    reached = map(int, (stats.iterations, adjoint.iterations, stats.result, adjoint.result))
-    return Rehearsal(solver, adjoint_solver, *reached)

@@ -1,27 +1,39 @@
-"""Estimate the times of a network's layers from their arithmetic and a device's data sheet. Nothing is run."""
+"""From shapes and a device's data sheet, with nothing run: the times of a network's layers, and the default solvers."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
 import jax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import OF_A_SUM, OF_NEWTON, Processor, processor
-from lp_jax._arrays._types import Arrays, PyTree
+from lp_jax._arrays._types import Arrays
 from lp_jax._problem import Problem
+from lp_jax._programs import _traced
+from lp_jax._programs._asked import asked
 from lp_jax._programs._program import Program
-from lp_jax._programs._traced import trace
 from lp_jax._solvers._serial import Serial
+from lp_jax._solvers._solver import Solver
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import arrays, examples_of, kept_bytes, small
+from lp_jax.planning._measure import arrays, examples_of, small
+
+Found = TypeVar("Found")
+
+
+def _of_shapes(look: Callable[[Problem], Found], problem: Problem) -> Found:
+    """Return what ``look`` says of a problem with traced arrays."""
+    found: list[Found] = []
+    jax.eval_shape(lambda arrays: found.append(look(problem.replace(**arrays))), arrays(problem))
+    return found[0]
 
 
 def estimate(problem: Problem, *, device: str | None = None) -> Machine:
     """Estimate a `Machine` from the operations of a layer's program, to a factor of a few; `calibrate` measures it.
 
-    Args:
-        problem: the network. Only shapes matter, so its arrays may be traced, or be `jax.ShapeDtypeStruct`.
-        device: a part of `jax.Device.device_kind`, such as "H100"; None means the device at hand.
-
-    Returns:
-        A `Machine` without an interconnect. On a CPU only ratios mean anything.
+    Only shapes matter: the problem's arrays may be traced, or be `jax.ShapeDtypeStruct`. ``device`` is a part of
+    `jax.Device.device_kind`, such as "H100"; None means the device at hand. Messages take no time. On a CPU only ratios mean
+    anything.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -32,15 +44,12 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
         >>> machine.seconds("forward", 64) < 4 * machine.seconds("forward", 1)
         True
     """
-    machines: list[Machine] = []
 
-    def look(arrays: dict[str, PyTree]) -> None:
-        program, operands = trace(problem.replace(**arrays), (Serial(),))
-        known = program.workers.processor if device is None else processor(device, device)
-        machines.append(_machine(program, operands, known))
+    def look(problem: Problem) -> Machine:
+        program, arrays = _traced.trace(problem, (Serial(),))
+        return _machine(program, arrays, processor(device, device) if device else program.workers.processor)
 
-    jax.eval_shape(look, arrays(problem))
-    return machines[0]
+    return _of_shapes(look, problem)
 
 
 _PASSES = 4  # over the states, in a sweep's sum of them: fits what was measured on CPUs and counted for an H200
@@ -48,32 +57,77 @@ _PASSES = 4  # over the states, in a sweep's sum of them: fits what was measured
 
 def _machine(program: Program, arrays: Arrays, known: Processor) -> Machine:
     layer, layers, y = program.traced.footprint, program.workers.layers, arrays.y0
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), arrays.slices.params)
+    first = _tree.entry_like(arrays.slices)
+    kept = jax.eval_shape(program.chain(*arrays[:3]).linearised.evaluate, y, first, arrays.shared)[2]
     most = known.at_once(layer, layers)
     sizes = sorted({max(2, most // part) for part in (64, 8, 1)}) if most > 1 else []
     batches = [known.batch(layer, size) for size in sizes]
     sweeps = [t + size * _PASSES * _tree.nbytes(y) / known.bandwidth for size, t in zip(sizes, batches, strict=True)]
     forward, backward = (seconds / layers for seconds in known.serial(layer, layers))
-    examples = examples_of(y)
-    numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
-    jacobians = known.jacobians(examples, numbers)
-    fixed = known.launch * layer.kernels + known.one(layer._replace(flops=0.0, numbers=0.0), steps=layers)
-    whole = known.launch * layer.kernels + known.one(layer, steps=layers)
+    examples, newton = examples_of(y), None
+    if small(y):
+        jacobians = known.jacobians(examples, sum(x.size for x in jax.tree.leaves(y)) // examples)
+        started = known.launch * OF_NEWTON
+        evaluations = zip((1, *sizes), (forward, *batches), strict=True)
+        newton = tuple(started + seconds + size * jacobians for size, seconds in evaluations)
+    fixed, whole = (
+        known.launch * layer.kernels + known.one(of, steps=layers)
+        for of in (layer._replace(flops=0.0, numbers=0.0), layer)
+    )
     return Machine(
         at_once=(1, *sizes),
         forward=(forward, *sweeps),
         adjoint=(backward / 2, *sweeps),
         gradient=(backward / 2, *batches),
-        newton=tuple(
-            known.launch * OF_NEWTON + seconds + size * jacobians
-            for size, seconds in zip((1, *sizes), (forward, *batches), strict=True)
-        )
-        if small(y)
-        else None,
+        newton=newton,
         relaxation=(batches[-1] - known.launch * OF_A_SUM) / sweeps[-1] if sizes else 1.0,
         examples=examples,
         overhead=fixed / whole,  # kernels start, and parameters are read, for any number of examples
         state_bytes=_tree.nbytes(y),
-        kept_bytes=kept_bytes(program, arrays),
-        layer_bytes=_tree.nbytes(params),
+        kept_bytes=_tree.nbytes(kept),
+        layer_bytes=_tree.nbytes(first.params),
     )
+
+
+class Default(NamedTuple):
+    """Solvers, and predicted seconds of value and gradient."""
+
+    solver: Solver
+    adjoint_solver: Solver
+    seconds: float
+
+
+def default(problem: Problem) -> Default:
+    """Return the solvers that ``solver=None`` stands for, from shapes only. Within `assume`, for another device.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lp_jax
+        >>> from lp_jax import planning
+        >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
+        >>> problem = lp_jax.Problem(step, jax.ShapeDtypeStruct((512, 64, 64), "float32"), jnp.zeros((32, 64), "float32"))
+        >>> with planning.assume("H200"):
+        ...     print(planning.summary(planning.default(problem).solver))
+        32 Picard sweeps over the layers
+    """
+    pair, seconds = _of_shapes(lambda problem: _traced.default(problem)[0], problem)
+    return Default(*pair, seconds)
+
+
+@contextlib.contextmanager
+def assume(device: str | Processor) -> Iterator[None]:
+    """Let the default choose for another device in solves that are traced in the ``with`` block.
+
+    ``device`` is a part of `jax.Device.device_kind`, such as "H200", of an accelerator whose data sheet is known.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from lp_jax import planning
+        >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
+        >>> with planning.assume("H200"):
+        ...     solution = lp_jax.solve(step, jnp.ones((4096, 4, 4)), jnp.ones((8, 4)))
+        >>> int(solution.stats.iterations) > 0
+        True
+    """
+    known = processor(device, device) if isinstance(device, str) else device
+    with asked(asked.value._replace(processor=known)):
+        yield

@@ -1,7 +1,6 @@
 """Errors of gradients of any function with solves inside. The function stays as it is."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -16,8 +15,7 @@ from lp_jax._programs._asked import Asked, asked
 from lp_jax._solvers._default import Pair
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
-from lp_jax.planning._candidates import as_pair
-from lp_jax.planning._measure import seconds
+from lp_jax.planning._measure import as_pair, seconds
 from lp_jax.planning._words import code, iteration_name, numbered
 
 
@@ -52,15 +50,6 @@ class Solved(NamedTuple):
 class GradientErrors(NamedTuple):
     """Distance of a gradient g from the exact one, e; print it for a table.
 
-    Attributes:
-        relative: ``|g - e| / |e|``, in the 2-norm.
-        cosine: cosine of the angle between g and e.
-        leaves: the relative error of each leaf, by its path.
-        solves: the solves inside, one row for each direction, solver and number of layers: ``direction``, ``iteration`` (its
-            name), ``layers``, ``solves`` (their number), and the worst ``iterations``, ``residual`` and ``result``.
-        seconds: time of one value and gradient, the median of several.
-        exact_seconds: time of one with serial propagation, measured in turn with the other.
-
     Example:
         >>> import lp_jax
         >>> errors = lp_jax.GradientErrors(0.1, 0.99, {"['w']": 0.1}, solves=(), seconds=1e-3, exact_seconds=2e-3)
@@ -68,12 +57,12 @@ class GradientErrors(NamedTuple):
         gradient error 1.0e-01, cosine 0.990000; 1 ms, exactly 2 ms
     """
 
-    relative: float
-    cosine: float
-    leaves: dict[str, float]
-    solves: tuple[Solved, ...]
-    seconds: float
-    exact_seconds: float
+    relative: float  # ``|g - e| / |e|``, in the 2-norm
+    cosine: float  # of the angle between g and e
+    leaves: dict[str, float]  # relative error of each leaf, by its path
+    solves: tuple[Solved, ...]  # the solves inside, one row for each direction, solver and number of layers
+    seconds: float  # of a value and gradient, the median of several
+    exact_seconds: float  # of one with serial propagation, measured in turn with the other
 
     def __str__(self) -> str:
         own, exact = (f"{t * 1e3:.3g} ms" if t < 1 else f"{t:.3g} s" for t in (self.seconds, self.exact_seconds))
@@ -103,13 +92,7 @@ def gradient_error(
 
     ``loss`` stays as it is: it may call `solve`, `scan` or modules of `lp_jax.nn` anywhere, under jit, vmap, shard_map or in
     a scan. The exact gradient is that of the same function with every solver replaced by `Serial`. The arguments are those of
-    ``jax.grad``.
-
-    Returns:
-        A function of ``loss``'s arguments, pytrees of arrays, that returns `GradientErrors`. It compiles three programs.
-
-    Raises:
-        TypeError: if ``loss`` is not a function.
+    ``jax.grad``. It returns a function of ``loss``'s arguments, which returns `GradientErrors` and compiles three programs.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -133,10 +116,7 @@ def compare(
     """Measure `gradient_error` for several solvers, each replacing all solvers inside ``loss``.
 
     ``solvers`` is a list, or a dict by name, of solvers or pairs ``(solver, adjoint_solver)``. None in a dict means the solvers
-    that ``loss`` has. The other arguments are those of ``jax.grad``.
-
-    Returns:
-        A function of ``loss``'s arguments that returns `GradientErrors` by name; for a list, by the solvers as code.
+    that ``loss`` has. The function that it returns gives `GradientErrors` by name; for a list, by the solvers as code.
 
     Raises:
         TypeError: if ``loss`` is not a function, or a solver not a `Solver`.
@@ -156,20 +136,36 @@ def compare(
     named = solvers if isinstance(solvers, Mapping) else {_name(solver): solver for solver in solvers}
     pairs = {name: None if pair is None else as_pair(pair) for name, pair in named.items()}
 
+    def compiled(what: Asked) -> Callable[..., PyTree]:
+        """The gradient as a compiled function that passes ``what`` to the solves inside."""
+        gradient = jax.jit(jax.grad(loss, argnums, has_aux))
+
+        def call(*args: PyTree) -> PyTree:
+            with asked(what):
+                out = gradient(*args)
+            return out[0] if has_aux else out
+
+        return call
+
     def measure(*args: PyTree) -> dict[str, GradientErrors]:
-        exact = _compile(loss, argnums, has_aux, Asked((Serial(), Serial())))
+        exact = compiled(Asked((Serial(), Serial())))
         wanted = jax.device_get(exact(*args))
         errors = {}
         for name, pair in pairs.items():
-            gradient = _compile(loss, argnums, has_aux, Asked(pair))
-            rows: list[Solved] = []
+            gradient, rows = compiled(Asked(pair)), list[Solved]()
             got = jax.device_get(gradient(*args))
-            jax.block_until_ready(
-                _compile(loss, argnums, has_aux, Asked(pair, functools.partial(_report, rows)))(*args)
-            )
+            jax.block_until_ready(compiled(Asked(pair, functools.partial(_report, rows)))(*args))
             jax.effects_barrier()
             calls = [functools.partial(program, *args) for program in (gradient, exact)]
-            errors[name] = _errors(got, wanted, _worst(rows), *seconds(calls, samples=_SAMPLES, repeats=1))
+            spent = seconds(calls, samples=_SAMPLES, repeats=1)
+            leaves = {
+                jax.tree_util.keystr(path): np.asarray(inner_products(g, e), float)
+                for (path, g), e in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
+                if jnp.issubdtype(g.dtype, jnp.inexact)
+            }
+            relative, cosine = map(float, relative_error(jnp.asarray(sum(leaves.values(), np.zeros(4)))))
+            each = {name: float(relative_error(jnp.asarray(products))[0]) for name, products in leaves.items()}
+            errors[name] = GradientErrors(relative, cosine, each, _worst(rows), *spent)
         return errors
 
     return measure
@@ -181,20 +177,6 @@ def _name(pair: Solver | Pair | None) -> str:
         return "its own"
     each = pair if isinstance(pair, tuple) else (pair,)
     return ", ".join(code(solver) if isinstance(solver, Solver) else repr(solver) for solver in each)
-
-
-def _compile(
-    loss: Callable[..., PyTree], argnums: int | Sequence[int], has_aux: bool, what: Asked
-) -> Callable[..., PyTree]:
-    """The gradient as a compiled function that passes ``what`` to the solves inside."""
-    gradient = jax.jit(jax.grad(loss, argnums, has_aux))
-
-    def call(*args: PyTree) -> PyTree:
-        with asked(what):
-            out = gradient(*args)
-        return out[0] if has_aux else out
-
-    return call
 
 
 def _report(rows: list[Solved], direction: str, solver: Solver, layers: int) -> Callable[[Stats], None]:
@@ -212,28 +194,14 @@ def _report(rows: list[Solved], direction: str, solver: Solver, layers: int) -> 
 
 def _worst(rows: Sequence[Solved]) -> tuple[Solved, ...]:
     """Return one row for all solves of a kind; forward solves first."""
-
-    def kind(row: Solved) -> tuple[bool, str, int]:
-        return row.direction == "adjoint", row.iteration, row.layers
-
-    groups = [list(group) for _, group in itertools.groupby(sorted(rows, key=kind), kind)]
-    return tuple(
-        group[0]._replace(
-            solves=len(group),
-            iterations=max(row.iterations for row in group),
-            residual=float(np.max([row.residual for row in group])),
-            result=max(row.result for row in group),
+    worst: dict[tuple[bool, str, int], Solved] = {}
+    for row in rows:
+        kind = row.direction == "adjoint", row.iteration, row.layers
+        last = worst.get(kind, row._replace(solves=0))
+        worst[kind] = row._replace(
+            solves=last.solves + 1,
+            iterations=max(last.iterations, row.iterations),
+            residual=float(np.maximum(last.residual, row.residual)),
+            result=max(last.result, row.result),
         )
-        for group in groups
-    )
-
-
-def _errors(got: PyTree, exact: PyTree, solves: tuple[Solved, ...], *seconds: float) -> GradientErrors:
-    leaves = {
-        jax.tree_util.keystr(path): np.asarray(inner_products(g, e), float)
-        for (path, g), e in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(exact), strict=True)
-        if jnp.issubdtype(g.dtype, jnp.inexact)
-    }
-    relative, cosine = map(float, relative_error(jnp.asarray(sum(leaves.values(), np.zeros(4)))))
-    by_leaf = {name: float(relative_error(jnp.asarray(products))[0]) for name, products in leaves.items()}
-    return GradientErrors(relative, cosine, by_leaf, solves, *seconds)
+    return tuple(row for _, row in sorted(worst.items()))

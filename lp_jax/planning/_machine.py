@@ -15,19 +15,14 @@ from lp_jax._arrays import _check
 class Machine:
     """Times of a network's layers on one worker by how many are evaluated at once, and of messages between workers.
 
-    The time of a batch, as a function of the number of layers in it, decides which solver is fast. While it stays the same,
-    further layers at once are free.
-
     Attributes:
         at_once: numbers of layers at once, ascending; the times below are for these. The last one is what ``at_once="auto"``
             evaluates at once. With ``(1,)`` layers run one after another.
-        forward: seconds of an evaluation of a batch of layers, also of one that keeps what the transpose needs. A single layer
-            takes what it takes in serial propagation.
+        forward: seconds of an evaluation of a batch of layers. A single layer takes what it takes in serial propagation.
         adjoint: seconds of the transpose for the state.
         gradient: seconds of the transpose for the parameters.
         newton: seconds of an iteration of Newton's method with full Jacobians; None if it was not measured.
-        relaxation: time of evaluations and transposes in relaxation, relative to a sweep over as many layers. A sweep also sums
-            the states.
+        relaxation: time in relaxation relative to a sweep over as many layers, which also sums the states.
         latency: seconds until an empty message has arrived.
         bandwidth: bytes per second of a message, and of a sum over workers.
         state_bytes: bytes of the state.
@@ -37,16 +32,11 @@ class Machine:
         overhead: part of a layer's time that does not shrink with the examples, from 0 to 1.
         name: name of the machine and the network.
 
-    Raises:
-        ValueError: for numbers that contradict each other. The message names the field.
-
     Example:
         >>> from lp_jax import planning
         >>> machine = planning.Machine(at_once=(1, 64), forward=(1e-5, 1e-5), adjoint=(2e-5, 2e-5), gradient=(1e-5, 1e-5))
-        >>> machine.seconds("forward", 32)
-        1e-05
-        >>> machine.seconds("forward", 128)  # two batches of the largest size measured
-        2e-05
+        >>> machine.seconds("forward", 32), machine.seconds("forward", 128)  # a batch; two of the largest size measured
+        (1e-05, 2e-05)
     """
 
     at_once: tuple[int, ...]
@@ -67,7 +57,7 @@ class Machine:
     def __post_init__(self) -> None:
         for name in ("at_once", *self.kinds):
             numbers = getattr(self, name)
-            if not (isinstance(numbers, tuple) and numbers and all(_is_number(x) and x > 0 for x in numbers)):
+            if not (isinstance(numbers, tuple) and numbers and all(_within(x, math.inf) and x > 0 for x in numbers)):
                 raise ValueError(f"{name} must be positive numbers; got {numbers!r}.")
             if len(numbers) != len(self.at_once):
                 raise ValueError(
@@ -76,9 +66,9 @@ class Machine:
         if list(self.at_once) != sorted(set(self.at_once)):
             raise ValueError(f"at_once must be ascending; got {self.at_once}.")
         _check.integer("examples", self.examples, least=1)
-        for name, most in _MOST.items():
-            value = getattr(self, name)
-            if not (_is_number(value) and 0 <= value <= most) or (name == "bandwidth" and value == 0):
+        for name in ("relaxation", "overhead", "latency", "bandwidth", "state_bytes", "layer_bytes", "kept_bytes"):
+            value, most = getattr(self, name), 1.0 if name in ("relaxation", "overhead") else math.inf
+            if not _within(value, most) or (name == "bandwidth" and value == 0):
                 raise ValueError(f"{name} must be a number from 0 to {most:g}; got {value!r}.")
 
     @property
@@ -88,11 +78,7 @@ class Machine:
         return kinds if self.newton is None else (*kinds, "newton")
 
     def seconds(self, kind: str, layers: int) -> float:
-        """Return the seconds of a batch of layers: interpolated linearly, and above the largest size in batches of this size.
-
-        Raises:
-            NotImplementedError: for Newton's method, if it was not measured.
-        """
+        """Return the seconds of a batch of layers: interpolated linearly, and above the largest size in batches of this size."""
         times, sizes = getattr(self, "forward" if kind == "linearise" else kind), self.at_once
         if times is None:
             raise NotImplementedError(
@@ -142,12 +128,7 @@ class Machine:
 
     @classmethod
     def load(cls, path: Path | str) -> "Machine":
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: if the file is not a machine file, in one line with its name.
-            OSError: if the file cannot be read.
-        """
+        """Read what `save` wrote. Any other file raises a `ValueError` with its name."""
         try:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(stored, dict):
@@ -159,11 +140,5 @@ class Machine:
             raise ValueError(f"{path} is no machine file: {text}") from None
 
 
-_MOST = {
-    **dict.fromkeys(("overhead", "relaxation"), 1.0),
-    **dict.fromkeys(("latency", "bandwidth", "state_bytes", "layer_bytes", "kept_bytes"), math.inf),
-}
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not math.isnan(x)
+def _within(x: object, most: float) -> bool:
+    return isinstance(x, int | float) and 0 <= x <= most

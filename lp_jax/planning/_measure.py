@@ -1,4 +1,4 @@
-"""Seconds of the parts of a solve on the machine at hand, and bytes of a network's linearisation."""
+"""Seconds of the parts of a solve on the machine at hand, and fewer examples of a problem."""
 
 import dataclasses
 import math
@@ -10,23 +10,61 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lp_jax._arrays._types import Arrays, PyTree, State
+from lp_jax._arrays._types import PyTree, State
 from lp_jax._comms._comm import default_platform
 from lp_jax._problem import Gradients, Problem
-from lp_jax._programs._program import Program
-from lp_jax._programs._traced import trace
-from lp_jax._solvers._newton import Newton
+from lp_jax._programs import _inputs
+from lp_jax._solvers._default import Pair
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
 from lp_jax._solvers._sweeps import Picard
+
+_MOST_NUMBERS = 256  # of an example's state, for full Jacobians
+_LEAST = 1e-9  # seconds; lower bound of a difference of times, which noise may make negative
+ITERATIONS = 9  # of the longer runs
+_SAMPLE = 0.02  # seconds that a sample lasts at least
+_SAMPLES = 15
+_LONGEST = 2.0  # seconds of all samples
+
+
+class Deadline:
+    """The time after which no measurement starts, and the names of those left out. One that has begun is finished."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self._end = time.perf_counter() + seconds
+        self.left_out: list[str] = []
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end; negative after it."""
+        return self._end - time.perf_counter()
+
+    def allows(self, what: str) -> bool:
+        """Return whether a measurement may start. If not, its name is noted."""
+        allowed = self.left > 0
+        if not allowed and what not in self.left_out:
+            self.left_out.append(what)
+        return allowed
+
+
+def require(problem: Problem) -> None:
+    """Refuse anything that is not a problem."""
+    if not isinstance(problem, Problem):
+        raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")
+
+
+def as_pair(solvers: Solver | Pair | tuple[Solver, None]) -> Pair:
+    """Return a solver with its adjoint one; by default that for linear systems."""
+    solver, adjoint = solvers if isinstance(solvers, tuple) else (solvers, None)
+    _inputs.solver("solver", solver)
+    adjoint = solver.for_adjoint() if adjoint is None else adjoint
+    _inputs.solver("adjoint_solver", adjoint)
+    return solver, adjoint
 
 
 def compile_fast() -> dict[str, bool | str] | None:
     """Return options of `jax.jit` for programs that run a few times: 2.8 instead of 6.1 s for 256 dense layers on two cores."""
     return {"xla_backend_optimization_level": 0} if default_platform() == "cpu" else None  # type: ignore[dict-item]
-
-
-_MOST_NUMBERS = 256  # of an example's state, for full Jacobians
 
 
 def small(y0: State) -> bool:
@@ -65,21 +103,6 @@ def few(problem: Problem, count: int) -> Problem:
     return problem
 
 
-def kept_bytes(program: Program, arrays: Arrays) -> int:
-    """Return the bytes that the linearisation of a layer holds besides its state."""
-    first = jax.tree.map(lambda x: x[0], arrays.slices)
-    kept = jax.eval_shape(program.chain(*arrays[:3]).linearised.evaluate, arrays.y0, first, arrays.shared)[2]
-    return sum(x.size * x.dtype.itemsize for x in kept)
-
-
-_LEAST = 1e-9  # seconds; lower bound of a difference of times, which noise may make negative
-
-_SWEEPS = 9  # of the longer runs
-_SAMPLE = 0.02  # seconds that a sample lasts at least
-_SAMPLES = 15
-_LONGEST = 2.0  # seconds of all samples
-
-
 def arrays(problem: Problem) -> dict[str, PyTree]:
     """Return the arrays of a problem as arguments of a compiled function, which solves ``problem.replace(**arrays)``."""
     return {name: getattr(problem, name) for name in ("params", "y0", "shared", "data")}
@@ -90,8 +113,7 @@ def solving(
 ) -> Callable[[Solver, Solver, State | None], tuple[Gradients, Stats, Stats]]:
     """Return a compiled function: a solve and its adjoint, with one program for all tolerances.
 
-    It takes the solvers and the cotangent, by default the last state. It returns the gradients and the statistics of both
-    solves. ``fast`` compiles faster than the program runs.
+    It takes the solvers and the cotangent, by default the last state. ``fast`` compiles faster than the program runs.
     """
 
     @partial(jax.jit, compiler_options=compile_fast() if fast else None)
@@ -112,42 +134,32 @@ def serial(problem: Problem) -> tuple[float, float]:
     return first / problem.layers, max(whole - first, _LEAST) / problem.layers
 
 
-def has_counts(problem: Problem) -> bool:
-    """Return whether the operations of a layer's program can be counted."""
-    return trace(problem, (Picard(),))[0].traced.footprint.counted
-
-
-def sweep(problem: Problem, at_once: int | float) -> list[float]:
+def sweep(problem: Problem, at_once: int) -> list[float]:
     """Seconds of a sweep over all layers, ``at_once`` of them at once: forward, adjoint, and gradient."""
-    forward, adjoint, gradient = _iterations(problem, Picard(sweeps=_SWEEPS, at_once=at_once))
-    return [max(s, _LEAST) for s in (forward, adjoint, gradient - forward)]  # a last evaluation is kept for the adjoint
-
-
-def newton(problem: Problem) -> float:
-    """Seconds of a Newton iteration on all layers at once."""
-
-    @jax.jit
-    def iterated(arrays: dict[str, PyTree], atol: jax.Array) -> tuple[State, jax.Array]:
-        solver = Newton(iterations=_SWEEPS, batch_axes=1, atol=atol)
-        solution = problem.replace(**arrays).solve(solver=solver)
-        return solution.y1, solution.stats.iterations
-
-    calls = [partial(iterated, arrays(problem), jnp.float32(value)) for value in (1e30, -1.0)]
-    few, many = (int(call()[1]) for call in calls)
-    once, often = seconds(calls)
-    return max(_LEAST, (often - once) / max(1, many - few))
-
-
-def _iterations(problem: Problem, solver: Solver) -> tuple[float, float, float]:
-    """Seconds of an iteration, forward and adjoint, and of the rest: the final sweeps and the gradient."""
     solved = solving(problem)
-    once, often = (dataclasses.replace(solver, atol=jnp.float32(atol)) for atol in (1e30, -1))  # type: ignore[type-var]
+    once, often = (Picard(sweeps=ITERATIONS, at_once=at_once, atol=jnp.float32(atol)) for atol in (1e30, -1))
     calls = [partial(solved, *pair, None) for pair in ((once, once), (often, once), (once, often))]
     counts = np.array([[int(stats.iterations) for stats in call()[1:]] for call in calls])
     spent = np.array(seconds(calls))
     forward = (spent[1] - spent[0]) / max(1, counts[1, 0] - counts[0, 0])
     adjoint = (spent[2] - spent[0]) / max(1, counts[2, 1] - counts[0, 1])
-    return float(forward), float(adjoint), float(spent[0] - counts[0] @ (forward, adjoint))
+    gradient = spent[0] - counts[0] @ (forward, adjoint) - forward  # a last evaluation is kept for the adjoint
+    return [max(float(s), _LEAST) for s in (forward, adjoint, gradient)]
+
+
+def iteration(problem: Problem, solver: Solver, **sampling: int) -> float:
+    """Seconds of an iteration of a forward solve, of at most as many as ``solver`` has."""
+
+    @jax.jit
+    def run(arrays: dict[str, PyTree], atol: jax.Array) -> tuple[State, jax.Array]:
+        limited = dataclasses.replace(solver, atol=atol)  # type: ignore[type-var]
+        solution = problem.replace(**arrays).solve(solver=limited)
+        return solution.y1, solution.stats.iterations
+
+    calls = [partial(run, arrays(problem), jnp.float32(atol)) for atol in (1e30, -1.0)]
+    few, many = (int(call()[1]) for call in calls)
+    once, often = seconds(calls, **sampling)
+    return max(_LEAST, (often - once) / max(1, many - few))
 
 
 def seconds(calls: Sequence[Callable[[], PyTree]], *, samples: int | None = None, repeats: int = 0) -> list[float]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,24 +11,29 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from lp_jax._arrays import _check
 from lp_jax._arrays._types import State
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
+from lp_jax._programs._traced import trace
+from lp_jax._solvers._coarse_step import Identity
 from lp_jax._solvers._default import SERIAL, Pair
+from lp_jax._solvers._mgrit import MGRIT
+from lp_jax._solvers._newton import Newton
+from lp_jax._solvers._rediscretize import Rediscretize
 from lp_jax._solvers._solver import Solver, Stats
-from lp_jax._solvers._sweeps import Picard, Secant
-from lp_jax.planning._calibrate import measure
-from lp_jax.planning._candidates import as_pair, cycles, newton, sweeps
+from lp_jax._solvers._sweeps import Picard, Secant, Sweeps
+from lp_jax.planning._calibrate import interconnect, measure
 from lp_jax.planning._cost import predict
-from lp_jax.planning._deadline import Deadline
 from lp_jax.planning._gradient_error import inner_products, relative_error
-from lp_jax.planning._interconnect import interconnect
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import has_counts, small, solving
+from lp_jax.planning._measure import Deadline, as_pair, require, small, solving
 from lp_jax.planning._result import WORTH, Choice, Plan, Probed, fix_iterations
 
 Probe = Callable[[Solver, Solver], Probed]
+
+_TOLERANCES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 
 
 def plan(
@@ -51,16 +57,12 @@ def plan(
         comm: the workers themselves, if they are at hand; by default those of the problem. The times of their messages are
             always measured. On MPI ranks all call this together.
         machine: times of the layers; None measures them (`calibrate`).
-        seconds: bound of calibration, which has half of it, and probes. It counts once messages are measured. A measurement that
-            has begun is finished, its compilations included. None starts after that time. The plan names those left out.
+        seconds: time after which no calibration, half of it, or probe starts. One that has begun is finished, its compilations
+            included. It counts once messages are measured. The plan names what was left out.
         solvers: further solvers to compare, your own or with your settings, or pairs (solver, adjoint solver). They are
             probed first.
 
-    Returns:
-        The `Plan`. It recommends serial propagation if no solver that is exact enough is predicted to be 15 % faster.
-
-    Raises:
-        ValueError: if the error is not positive, if there are more workers than layers, or if ``workers`` contradicts ``comm``.
+    It recommends serial propagation if no solver that is exact enough is predicted to be 15 % faster.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -72,8 +74,7 @@ def plan(
         >>> print(lp_jax.plan(problem, machine=gpu).code)
         solver=lp_jax.Picard(sweeps=32, rtol=0.01), adjoint_solver=lp_jax.Picard(sweeps=32, rtol=0.1)
     """
-    if not isinstance(problem, Problem):
-        raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")
+    require(problem)
     there = _inputs.comm(problem.comm if comm is None else comm)
     problem = problem.replace(comm=None)
     messages: dict[str, Any] = {}
@@ -85,11 +86,10 @@ def plan(
     end, half = Deadline(seconds), Deadline(seconds / 2)
     if machine is None:
         machine = measure(problem, small(problem.y0), half)
-    machine = dataclasses.replace(machine, **messages)
-    probe, left = _probe(problem, cotangent), end.left
-    best = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=left, solvers=solvers)
+    machine, probe = dataclasses.replace(machine, **messages), _probe(problem, cotangent)
+    best = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=end.left, solvers=solvers)
     notes = [f"Left out for lack of time: {', '.join(half.left_out)}."] if half.left_out else []
-    if not has_counts(problem):
+    if not trace(problem, (Picard(),))[0].traced.footprint.counted:
         notes.append(
             'A layer has a callback, a foreign call or a loop of unknown length: at_once="auto" evaluates one at a time.'
         )
@@ -109,15 +109,11 @@ def choose(
     """Recommend solvers as `plan` does, from the number of layers and their times.
 
     ``probe(solver, adjoint_solver)`` returns the error of a gradient and the iterations of both solves. Without a probe only
-    serial propagation is known to be exact enough, and the other solvers are sorted by their times. The other arguments, and
-    errors, are those of `plan`; ``seconds`` bounds the probes.
+    serial propagation is known to be exact enough. The other arguments are those of `plan`; ``seconds`` bounds the probes.
     """
-    if layers < 1:
-        raise ValueError(f"layers must be at least 1; got {layers}.")
+    _check.integer("layers", layers, least=1)
     if not 1 <= workers <= layers:
-        raise ValueError(
-            f"workers must be from 1 to the number of layers, {layers}, so that each has one; got {workers}."
-        )
+        raise ValueError(f"workers must be from 1 to the number of layers, {layers}; got {workers}.")
     if not error > 0:
         raise ValueError(f"error must be a positive number, like 1e-2; got {error}.")
 
@@ -127,44 +123,77 @@ def choose(
     serial = choice(SERIAL)
     choices, deadline, unprobed = [serial], Deadline(seconds), 0
 
-    def limit() -> float:
-        """Seconds that a solver must be faster than to be recommended."""
-        return min([serial.cost.seconds / WORTH, *(c.cost.seconds for c in choices if c.within(error))])
-
     def look(pairs: list[Pair], *, anyway: bool = False) -> None:
-        """Probe solvers of one program, loosest tolerance first, if they are fast, or anyway.
+        """Probe solvers of one program, loosest tolerance first, if they are predicted to be faster, or anyway.
 
         A program that is compiled when time is over is run until one is exact enough.
         """
         nonlocal unprobed
         family = [choice(pair) for pair in pairs]
-        faster = any(c.cost.seconds < limit() for c in family)
-        if probe is None or not (anyway or faster):
+        limit = min([serial.cost.seconds / WORTH, *(c.cost.seconds for c in choices if c.within(error))])
+        faster = any(c.cost.seconds < limit for c in family)
+        if probe is None or deadline.left <= 0 or not (anyway or faster):
             choices.extend(family)
-        elif not deadline.allows():
-            choices.extend(family)
-            unprobed += faster
-        else:
-            for pair in pairs:
-                found = probe(*pair)
-                choices.append(choice(pair, found))
-                if not math.isfinite(found.error) or (deadline.left <= 0 and found.error <= error):
-                    break
+            unprobed += faster and probe is not None
+            return
+        for pair in pairs:
+            found = probe(*pair)
+            choices.append(choice(pair, found))
+            if not math.isfinite(found.error) or (deadline.left <= 0 and found.error <= error):
+                break
 
     for pair in map(as_pair, solvers):
         look([pair], anyway=True)
-    look(sweeps(Picard), anyway=True)  # slow here, they may be fast on more devices
+    look(_sweeps(Picard), anyway=True)  # slow here, they may be fast on more devices
     if machine.newton is not None:
-        look(newton())
+        look(_newton())
     only_serial = sum(c.within(error) for c in choices) == 1
     if probe is not None and only_serial and deadline.left > 0:
-        look(sweeps(Secant))
+        look(_sweeps(Secant))
     for pair in sorted(cycles(layers, workers), key=lambda pair: choice(pair).cost.seconds):
         look([pair])
     choices.sort(key=lambda c: c.cost.seconds)
     best = next(c for c in choices if c.within(error))
     best = best if best.cost.seconds * WORTH <= serial.cost.seconds else serial
     return Plan(tuple(choices), best, serial, machine, layers, workers, error, unprobed)
+
+
+def _sweeps(kind: type[Sweeps]) -> list[Pair]:
+    """Sweeps to a tolerance; one program for all of them. The adjoint's tolerance is ten times looser."""
+    pairs = itertools.pairwise(_TOLERANCES)
+    return [(kind(sweeps=32, rtol=rtol), kind(sweeps=32, rtol=loose)) for loose, rtol in pairs]
+
+
+def _newton() -> list[Pair]:
+    """Newton's method with full Jacobians to a tolerance, for states whose first axis is that of the examples.
+
+    One program serves all. The adjoint system is linear, so one iteration solves it. Relaxations keep a solver that is
+    recommended for a new network good for the trained one.
+    """
+    solvers = [Newton(iterations=10, relaxations=16, rtol=rtol, batch_axes=1) for rtol in _TOLERANCES[1:4]]
+    return [(solver, solver.for_adjoint()) for solver in solvers]
+
+
+def cycles(layers: int, workers: int = 1) -> list[Pair]:
+    """Multigrid: one interval per worker with the identity as coarse step, few levels with sweeps or injection."""
+    kept = MGRIT(storage="all")
+    factors = [-(-layers // intervals) for intervals in ((workers,) if workers > 1 else (4, 8))]
+    hierarchies = [
+        *(dataclasses.replace(kept, coarsening=m, coarse_step=Identity()) for m in factors if 2 <= m < layers),
+        *(
+            dataclasses.replace(kept, coarsening=m, coarse_step=Picard(sweeps=s, around=around))
+            for m in (4, 8)
+            for s, around in ((1, "start"), (2, "start"), (2, "trajectory"))
+        ),
+        dataclasses.replace(kept, levels=3, coarse_step=Picard(sweeps=1)),
+        dataclasses.replace(kept, levels=3, coarse_step=Rediscretize()),
+    ]
+    return [
+        (dataclasses.replace(one, iterations=forward), dataclasses.replace(one, iterations=adjoint))
+        for one in hierarchies
+        if not one.resolve(layers).exact
+        for forward, adjoint in ((1, 1), (2, 1), (2, 2), (3, 3))
+    ]
 
 
 def _probe(problem: Problem, cotangent: State | None) -> Probe:
@@ -180,13 +209,10 @@ def _probe(problem: Problem, cotangent: State | None) -> Probe:
         leaves, initial = ([x for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0] for tree in trees)
         return leaves or initial, stats, adjoint_stats
 
-    @jax.jit
-    def distance(leaves: list[jax.Array], exact: list[jax.Array]) -> jax.Array:
-        return relative_error(functools.reduce(jnp.add, map(inner_products, leaves, exact)))[0]
-
-    @functools.cache
-    def exact() -> list[jax.Array]:
-        return gradient(*SERIAL)[0]
+    exact = functools.cache(lambda: gradient(*SERIAL)[0])
+    distance = jax.jit(
+        lambda got, wanted: relative_error(functools.reduce(jnp.add, map(inner_products, got, wanted)))[0]
+    )
 
     def probe(solver: Solver, adjoint_solver: Solver) -> Probed:
         wanted = exact()

@@ -18,7 +18,7 @@ from lp_jax._programs._program import Output, Program
 from lp_jax._programs._traced import trace
 from lp_jax._solvers._solver import Solver
 from lp_jax._solvers._sweeps import Picard
-from lp_jax.planning._default import assume
+from lp_jax.planning._estimate import assume
 from lp_jax.planning._work import Event, Schedule, batches
 
 _STATE, _HIDDEN, _MESSAGE, _REDUCTION = 3, 5, 7, 11  # terms of the sums in products of each kind; in a gradient it is 1

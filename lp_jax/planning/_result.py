@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lp_jax._solvers._coarse_step import Identity
 from lp_jax._solvers._default import SERIAL, Pair
+from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._solver import Solver
-from lp_jax.planning._candidates import exact_cycles
 from lp_jax.planning._cost import Cost, pipeline, predict
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._solvers import with_effort
-from lp_jax.planning._words import align, code, milliseconds, numbered, pair, times, where_it_pays
+from lp_jax.planning._words import align, code, milliseconds, numbered, pair, times
 
 DEVICES = tuple(2**exponent for exponent in range(13))
 # A solver is recommended if it is predicted this many times as fast as serial propagation; predictions err by as much.
@@ -31,10 +32,7 @@ class Probed(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A pair of solvers, its predicted cost, and what was measured if it was probed.
-
-    A solver with a tolerance counts with the iterations of the probe.
-    """
+    """A pair of solvers, its predicted cost, with a tolerance that of the probe's iterations, and the probe if there was one."""
 
     solver: Solver
     adjoint_solver: Solver
@@ -54,49 +52,36 @@ class Choice(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """Seconds of a training step on a number of devices, as of `Plan.scaling`; None if that many cannot be used."""
+    """Seconds of a training step on a number of devices, spread in several ways; None where that is impossible."""
 
     devices: int
-    layers: float | None
-    data: float | None
-    both: float | None
+    layers: float | None  # all devices along the layers
+    data: float | None  # along the examples, with serial propagation
+    both: float | None  # in the best ``split``
     split: tuple[int, int]  # workers along the layers, and along the examples
     pipeline: float | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The solvers to use, and why. A terminal and a notebook show tables.
-
-    Attributes:
-        choices: all solvers that were compared, fastest first.
-        best: the one to use.
-        serial: serial propagation on as many workers.
-        machine: times of the layers.
-        layers: number of layers.
-        workers: number of workers that they are spread over.
-        error: largest error of the gradient that is allowed.
-        unprobed: number of solvers predicted faster than ``best`` and not probed for lack of time. One solver with several
-            tolerances counts once.
-        note: a further remark; may be empty.
+    """The solvers to use, and why, as data; printed as tables.
 
     Example:
         >>> from lp_jax import planning
         >>> flat = dict.fromkeys(("forward", "adjoint", "gradient"), (1e-5, 1e-5))
-        >>> gpu = planning.Machine(at_once=(1, 1024), **flat)  # a layer does not fill it
-        >>> plan = planning.choose(64, gpu)
+        >>> plan = planning.choose(64, planning.Machine(at_once=(1, 1024), **flat))
         >>> plan.best.error, plan.speedup, plan.choices[0].cost.seconds < plan.serial_seconds
         (0.0, 1.0, True)
     """
 
-    choices: tuple[Choice, ...]
+    choices: tuple[Choice, ...]  # all that were compared, fastest first
     best: Choice
-    serial: Choice
+    serial: Choice  # serial propagation on as many workers
     machine: Machine
     layers: int
     workers: int
-    error: float
-    unprobed: int
+    error: float  # largest error of the gradient that is allowed
+    unprobed: int  # predicted faster than ``best``, and not probed for lack of time; several tolerances count once
     note: str = ""
 
     @property
@@ -133,9 +118,6 @@ class Plan:
         late = late if self.unprobed else ""
         if not self.solver.exact:
             text = f"predicted {times(self.speedup)} times as fast as serial propagation on one worker"
-            text += where_it_pays(self.solver)
-            if self.speedup < 1:
-                text += ", which is the better place for all layers"
             if self.workers > 1 and self.machine.message(self.machine.state_bytes) == 0:
                 text += ", message times unknown, taken as zero: plan(comm=mesh) measures them"
             return f"{text}.{late}"
@@ -143,22 +125,16 @@ class Plan:
         measured = [c for c in faster if c.error is not None]
         text = f"{numbered(len(measured or faster), 'solver')} predicted faster than serial propagation"
         if measured:
-            text += f", none with a gradient error of at most {self.error:.0e}."
-        elif faster and not self.unprobed:
-            return f"{text}. Their gradient errors were not measured."
-        elif faster:
-            text = ""
-        else:
-            looped = self.machine.at_once == (1,)
-            why = "layers run one after another" if looped else "a layer fills the device, or there are few of them"
-            text = f"No parallel solver is predicted {WORTH} times as fast as serial propagation, because {why}."
-        return f"{text}{late} {_instead(self)}".strip()
+            return f"{text}, none with a gradient error of at most {self.error:.0e}.{late}"
+        if faster:
+            return late.strip() or f"{text}. Their gradient errors were not measured."
+        looped = self.machine.at_once == (1,)
+        why = "layers run one after another" if looped else "a layer fills the device, or there are few of them"
+        return f"No parallel solver is predicted {WORTH} times as fast as serial propagation, because {why}.{late}"
 
     def scaling(self, devices: Sequence[int] = DEVICES) -> list[Devices]:
         """Predict times on other numbers of devices, with the solvers that are known to be exact enough.
 
-        A row has the seconds of a training step with all devices along the ``layers``, along the ``data`` with serial
-        propagation, in a ``pipeline``, and with ``both`` layers and data in the best ``split``; None if that is impossible.
         The error of a gradient does not depend on the number of workers. One interval per worker and as many cycles are exact
         and need no probe.
         """
@@ -186,8 +162,39 @@ class Plan:
         return [row(count) for count in devices]
 
     def __str__(self) -> str:
-        advice = [f"Use {self.code}", *(f"  {note}" for note in (self.reason, self.note) if note)]
-        return "\n".join([*_solvers(self), "", *advice, "", *_more_devices(self)])
+        probed = [c for c in self.choices if c.probed is not None]  # the fastest of these are shown, or of all
+        shown = (*(probed or self.choices)[:_MOST], self.best, self.serial)
+        rows: list[tuple[str, ...]] = [("ms", "speedup", "gradient error", "MB", "iterations", "solver")]
+        for c in sorted({id(c): c for c in shown}.values(), key=lambda c: c.cost.seconds):
+            error = "?" if c.error is None else f"{c.error:.1e}" if math.isfinite(c.error) else "diverges"
+            row = (
+                milliseconds(c.cost.seconds),
+                f"{self.serial_seconds / c.cost.seconds:.2f}",
+                "exact" if c.error == 0 else error,
+                f"{c.cost.bytes / 1e6:.3g}",
+                "" if c.probed is None else f"{c.probed.iterations}/{c.probed.adjoint_iterations}",
+                pair(*c[:2]),
+            )
+            rows.append(row)
+        more: list[tuple[str, ...]] = [("devices", "layers", "examples", "pipeline", "both", "as", "")]
+        for d in self.scaling():
+            if d.both is not None:
+                spent = map(milliseconds, (d.layers, d.data, d.pipeline, d.both))
+                more.append((f"{d.devices}", *spent, "{} x {}".format(*d.split), ""))
+        name = f" of {self.machine.name}" if self.machine.name else ""
+        unknown = "" if self.machine.latency else "; message times unknown, taken as zero"
+        lines = [
+            f"{self.layers} layers on {numbered(self.workers, 'worker')}{name}, gradient error at most {self.error:.0e}",
+            "",
+            *align(rows),
+            "",
+            f"Use {self.code}",
+            *(f"  {note}" for note in (self.reason, self.note) if note),
+            "",
+            f"ms of a training step on more devices, spread along{unknown}",
+            *map(str.rstrip, align(more)),
+        ]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -202,46 +209,10 @@ def fix_iterations(solvers: Pair, probed: Probed | None) -> Pair:
     return forward, adjoint
 
 
-def _instead(plan: Plan) -> str:
-    many = max(2, plan.workers)
-    row = plan.scaling((many,))[0]
-    known = {"along the examples": row.data, "in a pipeline": row.pipeline, "along the layers": row.layers}
-    seconds, name = min(((s, name) for name, s in known.items() if s is not None), default=(math.inf, ""))
-    gain = plan.serial_seconds / seconds
-    better = f"{name}, {times(gain)} times as fast as on one."
-    return f"On {many} devices: {better}" if gain >= 1.01 else f"On {many} devices nothing helps either."
-
-
-def _solvers(plan: Plan) -> list[str]:
-    """Table of the fastest probed solvers (of all, if none was probed), with the best one and serial propagation."""
-    probed = [c for c in plan.choices if c.probed is not None]
-    shown = (*(probed or plan.choices)[:_MOST], plan.best, plan.serial)
-    rows = sorted({id(c): c for c in shown}.values(), key=lambda c: c.cost.seconds)
-    title = f"{plan.layers} layers on {numbered(plan.workers, 'worker')}"
-    name = f" of {plan.machine.name}" if plan.machine.name else ""
-    head = ("ms", "speedup", "gradient error", "MB", "iterations", "solver")
-    lines = align([head, *(_row(plan.serial_seconds, choice) for choice in rows)])
-    return [f"{title}{name}, gradient error at most {plan.error:.0e}", "", *lines]
-
-
-def _row(one_worker: float, choice: Choice) -> tuple[str, ...]:
-    error = "?" if choice.error is None else f"{choice.error:.1e}" if math.isfinite(choice.error) else "diverges"
-    return (
-        milliseconds(choice.cost.seconds),
-        f"{one_worker / choice.cost.seconds:.2f}",
-        "exact" if choice.error == 0 else error,
-        f"{choice.cost.bytes / 1e6:.3g}",
-        "" if choice.probed is None else f"{choice.probed.iterations}/{choice.probed.adjoint_iterations}",
-        pair(*choice[:2]),
-    )
-
-
-def _more_devices(plan: Plan) -> list[str]:
-    rows: list[tuple[str, ...]] = [("devices", "layers", "examples", "pipeline", "both", "as", "")]
-    for d in plan.scaling():
-        if d.both is None:
-            continue
-        spent = map(milliseconds, (d.layers, d.data, d.pipeline, d.both))
-        rows.append((f"{d.devices}", *spent, "{} x {}".format(*d.split), ""))
-    unknown = "" if plan.machine.latency else "; message times unknown, taken as zero"
-    return [f"ms of a training step on more devices, spread along{unknown}", *map(str.rstrip, align(rows))]
+def exact_cycles(layers: int, workers: int) -> list[Pair]:
+    """One interval per worker, and as many cycles as intervals: every state is exact, whatever the network."""
+    factor = -(-layers // workers)
+    if not 2 <= factor < layers:
+        return []
+    solver = MGRIT(coarsening=factor, iterations=-(-layers // factor), coarse_step=Identity(), storage="all")
+    return [(solver, solver)]

@@ -39,10 +39,7 @@ def count(
     kept: bool = False,
     adjoint: bool = False,
 ) -> Schedule:
-    """Count the work of a forward solve, or of an adjoint solve with the gradient; arguments as for `training_step`.
-
-    ``kept`` says whether the forward solve keeps linearisations of all layers.
-    """
+    """Count a forward solve, or an adjoint solve with the gradient; ``kept``: the forward solve keeps linearisations."""
     events: list[Event] = []
     solver = solver.resolve(layers)
     most = most_at_once(solver, at_once)
@@ -88,16 +85,11 @@ class _Chain:
             self.events.append(Event(self.phase, "message", states, 0, self.in_turn))
 
     def evaluate(self, count: int, places: int, *, gradient: bool = False) -> None:
-        """``count`` steps, one after the other, each at several places.
-
-        In an adjoint solve these are transposes, of layers that are linearised again, in one loop, unless that was kept.
-        """
-        row, at_once = _evaluations(self.step, self.span)
-        if row == 0:
-            return
+        """``count`` steps, one after the other, each at several places; in an adjoint solve, transposes."""
         kinds = ["adjoint" if self.adjoint else "forward"]
-        if self.adjoint and (self.step is not None or not self.kept):
+        if self.adjoint and (self.step is not None or not self.kept):  # linearised again, in one loop
             kinds.append("linearise")
+        row, at_once = _evaluations(self.step, self.span)
         for kind in kinds + ["gradient"] * (gradient and self.adjoint):
             self.add(kind, count * row, places * at_once)
 
@@ -122,24 +114,10 @@ def _evaluations(step: CoarseStep | None, span: int) -> tuple[int, int]:
     raise NotImplementedError
 
 
-@_evaluations.register
-def _(step: Rediscretize | None, span: int) -> tuple[int, int]:
-    return 1, 1
-
-
-@_evaluations.register
-def _(step: Identity, span: int) -> tuple[int, int]:
-    return 0, 0
-
-
-@_evaluations.register
-def _(step: Sweeps, span: int) -> tuple[int, int]:
-    return step.sweeps, span
-
-
-@_evaluations.register
-def _(step: Serial | Elementwise, span: int) -> tuple[int, int]:
-    return span, 1
+_evaluations.register(Rediscretize | None, lambda step, span: (1, 1))
+_evaluations.register(Identity, lambda step, span: (0, 0))
+_evaluations.register(Sweeps, lambda step, span: (step.sweeps, span))
+_evaluations.register(Serial | Elementwise, lambda step, span: (span, 1))
 
 
 @functools.singledispatch

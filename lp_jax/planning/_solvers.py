@@ -103,9 +103,6 @@ def with_effort(solver: Any, iterations: int) -> Any:
 
     Register a function for a class of solvers that have no field ``iterations`` with ``@planning.with_effort.register``.
 
-    Raises:
-        TypeError: for a solver without a field ``iterations`` whose class is not registered.
-
     Example:
         >>> import lp_jax
         >>> from lp_jax import planning
@@ -122,11 +119,7 @@ def with_effort(solver: Any, iterations: int) -> Any:
     return dataclasses.replace(solver, iterations=iterations, **without)
 
 
-@with_effort.register
-def _(solver: Sweeps, iterations: int) -> Sweeps:
-    return dataclasses.replace(solver, sweeps=iterations, **WITHOUT_TOLERANCE)
-
-
-@with_effort.register
-def _(solver: Serial | Elementwise, iterations: int) -> Serial | Elementwise:
-    return solver
+with_effort.register(Serial | Elementwise, lambda solver, iterations: solver)
+with_effort.register(
+    Sweeps, lambda solver, iterations: dataclasses.replace(solver, sweeps=iterations, **WITHOUT_TOLERANCE)
+)

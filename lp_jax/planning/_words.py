@@ -47,14 +47,8 @@ def iteration_name(solver: Solver) -> str:
     return "iteration"
 
 
-@iteration_name.register
-def _(solver: MGRIT) -> str:
-    return "cycle"
-
-
-@iteration_name.register
-def _(solver: Sweeps) -> str:
-    return "sweep"
+iteration_name.register(MGRIT, lambda solver: "cycle")
+iteration_name.register(Sweeps, lambda solver: "sweep")
 
 
 def iterations(solver: Solver) -> str:
@@ -78,14 +72,12 @@ def summary(part: object) -> str:
     return type(part).__name__
 
 
-@summary.register
-def _(part: Solver) -> str:
-    return iterations(part)
-
-
-@summary.register
-def _(part: Sweeps) -> str:
-    return f"{iterations(part)} over the layers"
+summary.register(Solver, iterations)
+summary.register(Sweeps, lambda part: f"{iterations(part)} over the layers")
+summary.register(Serial, lambda part: "serial")
+summary.register(Elementwise, lambda part: "serial, in one kernel")
+summary.register(Identity, lambda part: "the identity")
+summary.register(PerInterval, lambda part: f"the function {getattr(part.function, '__name__', part.function)}")
 
 
 @summary.register
@@ -96,40 +88,9 @@ def _(part: Newton) -> str:
 
 
 @summary.register
-def _(part: Serial) -> str:
-    return "serial"
-
-
-@summary.register
-def _(part: Elementwise) -> str:
-    return "serial, in one kernel"
-
-
-@summary.register
 def _(part: Rediscretize) -> str:
     rule = part.params if isinstance(part.params, str) else "a function"
     return f"the layer with the interval's dt, parameters by {rule}"
-
-
-@summary.register
-def _(part: Identity) -> str:
-    return "the identity"
-
-
-@summary.register
-def _(part: PerInterval) -> str:
-    return f"the function {getattr(part.function, '__name__', part.function)}"
-
-
-@functools.singledispatch
-def where_it_pays(solver: Solver) -> str:
-    """Return where a solver pays, in brackets; empty for no restriction."""
-    return ""
-
-
-@where_it_pays.register
-def _(solver: Newton) -> str:
-    return " (pays on an accelerator)" if solver.jacobian == "full" else ""
 
 
 def pair(solver: Solver, adjoint_solver: Solver) -> str:

@@ -22,10 +22,6 @@ class Event(NamedTuple):
 class Schedule:
     """The work of a solve, or of a training step, on the busiest worker.
 
-    Attributes:
-        events: batches, and messages that a worker waits for, in the order in which they happen.
-        reductions: sums and broadcasts over all workers.
-
     Example:
         >>> import lp_jax
         >>> from lp_jax import planning
@@ -34,8 +30,8 @@ class Schedule:
         (4, 256, 4)
     """
 
-    events: list[Event] = dataclasses.field(default_factory=list, repr=False)
-    reductions: int = 0
+    events: list[Event] = dataclasses.field(default_factory=list, repr=False)  # in the order in which they happen
+    reductions: int = 0  # sums and broadcasts over all workers
 
     @property
     def batches(self) -> collections.Counter[tuple[str, int]]:

@@ -20,7 +20,7 @@ from problems import INJECT, dense_params, dense_state, dense_step
 
 import conftest  # noqa: F401  (float64, strict promotion)
 import lp_jax
-from lp_jax.planning import _interconnect
+from lp_jax.planning import _calibrate
 
 COMM = lp_jax.MPIComm()
 CASES = {}
@@ -518,8 +518,7 @@ def apart(how):
 @case
 def wires(_=None):
     """Every rank measures as often as the others, or they wait for ever."""
-    _interconnect._SAMPLES, _interconnect._REPEATS = 1, 2
-    found = _interconnect.interconnect(COMM, sizes=(1 << 8, 1 << 16))
+    found = _calibrate.interconnect(COMM, sizes=(1 << 8, 1 << 16))
     assert 0 < found["latency"] < 1 and min(found.values()) > 0
 
 

@@ -37,17 +37,9 @@ def random(shape):
     return np.random.default_rng(0).normal(size=shape).astype("float32")
 
 
-def trunk(layers=16, **options):
-    return nn.LayerParallel(
-        lambda rngs: nn.DenseResidual(4, rngs=rngs, param_dtype=jnp.float64), layers, rngs=nnx.Rngs(0), **options
-    )
-
-
-# --- modules --------------------------------------------------------------------------------------------------------
-
-
 def test_the_problem_of_a_trunk_is_what_it_solves():
-    layers, y = trunk(t1=3.0), jnp.ones((2, 4))
+    make = lambda rngs: nn.DenseResidual(4, rngs=rngs, param_dtype=jnp.float64)  # noqa: E731
+    layers, y = nn.LayerParallel(make, 16, rngs=nnx.Rngs(0), t1=3.0), jnp.ones((2, 4))
     problem = layers.problem(y)
     np.testing.assert_array_equal(problem.solve().y1, layers(y))
     found = lp_jax.plan(problem, machine=UNFILLED, error=1e-5, seconds=60.0)
@@ -63,9 +55,6 @@ def test_the_problem_of_a_recurrent_network_is_what_it_solves():
     assert lp_jax.calibrate(gru.problem(x)).layer_bytes == 0
     with pytest.raises(ValueError, match="calibrate got a problem with a comm"):
         lp_jax.calibrate(gru.problem(x).replace(comm=mesh(1)))
-
-
-# --- classifiers ----------------------------------------------------------------------------------------------------
 
 
 def classifier(kind):
@@ -102,8 +91,8 @@ def test_the_layers_of_a_classifier_are_planned_with_its_loss(kind):
 
 def test_a_recurrent_classifier_is_planned(monkeypatch):
     """Iterations are not run for their time: each solver is a program."""
-    monkeypatch.setattr(planning._measure, "_iterations", lambda problem, solver: (1e-6, 2e-6, 4e-6))
-    monkeypatch.setattr(planning._measure, "newton", lambda problem: 1e-5)
+    monkeypatch.setattr(planning._measure, "sweep", lambda problem, at_once: [1e-6, 2e-6, 4e-6])
+    monkeypatch.setattr(planning._measure, "iteration", lambda problem, solver: 1e-5)
     model = classifier("gru")
 
     class Last(nnx.Module):
@@ -119,9 +108,6 @@ def test_a_recurrent_classifier_is_planned(monkeypatch):
     found = train.plan(model, params, batch, seconds=1e-3)
     assert found.layers == 8 and found.machine.examples == 12 and found.machine.kept_bytes > 0
     assert found.best.error <= 1e-2
-
-
-# --- pictures and the command line ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,9 @@ def test_depth_is_that_of_the_program_where_nothing_is_evaluated_again():
         assert 0 <= said.depth("forward", "adjoint") - found.depth <= 2 * corrections
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_work_is_divided_and_messages_are_those_of_the_design(workers):
+def test_work_is_divided_and_messages_are_those_of_the_design():
     """Sweeps go over a worker's part; the coarsest level is everybody's. As the messages of a V-cycle are counted on a mesh."""
+    workers = 4
     solver = lp_jax.MGRIT(levels=3, iterations=5, start="guess", coarse_step=INJECT)
     alone, shared = count(solver, N), count(solver, N, workers=workers)
     coarsest = 5 * 4
@@ -106,23 +106,15 @@ def test_newton_by_hand():
     more = training_step(relaxed, relaxed.for_adjoint(), 64, workers=4)
     assert more.batches == step.batches + collections.Counter({("forward", 16): 5})
     assert (more.states, more.reductions) == (step.states + 5, step.reductions)
-
-
-@pytest.mark.parametrize("jacobian", ["full", "diagonal", "shared"])
-def test_an_iteration_of_newton_evaluates_layers_and_their_derivatives(jacobian):
-    """k iterations take 2k + 1 evaluations each way, with any Jacobian: the last has no derivative, the gradient comes once."""
-    forward, adjoint = (lp_jax.Newton(iterations=n, jacobian=jacobian) for n in (3, 2))
-    step = training_step(forward, adjoint, N)
-    assert step.depth() == (2 * 3 + 1) + 2 * 2 + 1
-    assert step.work() == N * step.depth()
+    for jacobian in ("full", "diagonal", "shared"):  # k iterations take 2k + 1 evaluations each way
+        pair = (lp_jax.Newton(iterations=n, jacobian=jacobian) for n in (3, 2))
+        step = training_step(*pair, N)
+        assert step.depth() == (2 * 3 + 1) + 2 * 2 + 1 and step.work() == N * step.depth()
 
 
 def test_newton_within_multigrid_is_read_from_the_program():
     solver = lp_jax.MGRIT(coarsest=lp_jax.Newton(iterations=2), coarse_step=INJECT)
     assert training_step(solver, solver, 16).work("gradient") == 16
-
-
-# --- what solvers say of themselves ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [lp_jax.MGRIT, lp_jax.Picard, lp_jax.Newton, lp_jax.Serial])
@@ -150,11 +142,7 @@ def test_summaries_and_variants():
     assert len(compared) == 5 and len(variants(lp_jax.MGRIT(coarse_step=INJECT))) == 4
 
 
-# --- solvers that count nothing -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize(("keep", "workers"), [(False, 1), (True, 4)])
 def test_a_solver_from_outside_is_counted_by_its_program(keep, workers):
     """Its program is read: three sweeps and a last one, two adjoint ones and a last one, which gives the gradient.
 
