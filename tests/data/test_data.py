@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,13 +53,6 @@ def test_digits_are_all_there_split_by_class():
     assert not np.array_equal(data.digits(seed=2, test_fraction=0.25).test_x, got.test_x)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 5])
-def test_a_senseless_fraction_is_refused(fraction):
-    for loader in (data.digits, data.peaks, functools.partial(data.characters, "nowhere")):
-        with pytest.raises(ValueError, match=f"test_fraction must be between 0 and 1, both excluded; got {fraction}"):
-            loader(test_fraction=fraction)
-
-
 GOOD = idx(labels())  # 8 bytes of header, 20 of values
 MAGIC = "; wanted '00000801', an IDX file of bytes along 1 axes"
 
@@ -91,13 +83,8 @@ def test_damaged_gzip_is_refused(tmp_path):
     path = write(tmp_path / "file", GOOD).rename(tmp_path / "file.gz")
     refused(f"{path}: cannot be read (Not a gzipped file (b'\\x00\\x00')); wanted text", data.characters, path)
     packed = gzip.compress(idx(np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8)))
-    for damaged in (
-        packed[:5],
-        packed[:999],
-        packed[:-3],
-        packed[:999] + bytes(200) + packed[1199:],
-        packed[:2] + b"\7",
-    ):
+    changed = packed[:999] + bytes(200) + packed[1199:]
+    for damaged in (packed[:5], packed[:999], packed[:-3], changed, packed[:2] + b"\7"):
         path.write_bytes(damaged)
         refused(f"{path}: cannot be read (", data.characters, path)
 
@@ -220,6 +207,7 @@ def test_batches_keep_samples_lengths_and_labels_together():
 BATCHES = functools.partial(data.batches, data=(np.arange(5),), batch_size=2, seed=0, epoch=0)
 BUCKETED = functools.partial(data.bucketed, data=ragged(), batch_size=10, seed=0, epoch=0)
 FIVE, FOUR = np.arange(5), np.arange(4)
+SPLIT = data.digits, data.peaks, functools.partial(data.characters, "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -251,6 +239,7 @@ FIVE, FOUR = np.arange(5), np.arange(4)
         (data.peaks, {"samples": 10.0}, "samples must be an integer"),
         (data.peaks, {"classes": 1}, "classes must be at least 2; got 1"),
         (data.peaks, {"seed": -1}, "seed must be at least 0; got -1"),
+        *((load, {"test_fraction": n}, f"both excluded; got {n}") for load in SPLIT for n in (0.0, 1.0, -0.1, 5)),
         (contrib.modelnet, {"folder": "nowhere", "size": 0}, "size must be at least 1; got 0"),
         (data.gum, {"folder": "nowhere", "min_count": 0}, "min_count must be at least 1; got 0"),
         (data.gum, {"folder": "nowhere", "max_length": 2.5}, "max_length must be an integer"),
@@ -266,17 +255,10 @@ def test_senseless_arguments_are_refused_at_once(call, options, message):
     assert not isinstance(caught.value, data.DataError)
 
 
-@pytest.mark.parametrize(
-    ("package", "load"),
-    [
-        ("sklearn.datasets", lambda folder: data.digits()),
-        ("conllu", lambda folder: read_conllu(Path(folder))),
-    ],
-)
-def test_without_a_package_the_extra_is_named(monkeypatch, package, load):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"needs {package}.* pip install 'lp_jax\[data\]'"):
-        load("nowhere")
+def test_without_a_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs sklearn.datasets.* pip install 'lp_jax\[data\]'"):
+        data.digits()
 
 
 def test_the_page_names_every_loader():
@@ -387,10 +369,7 @@ np.save(NPY, np.ones((4, 2)))
         (None, r"cannot be read \(File is not a zip file\)"),
         (b"abc", r"cannot be read \(EOF: reading magic string"),
         (NPY.getvalue().replace(b"(4, 2)", b"(2, 2)"), "x.npy: more than 32 bytes; wanted what its header says"),
-        (
-            NPY.getvalue().replace(b"(4, 2), }           ", b"(99999999999, 2), } "),
-            r"cannot be read \(Unable to allocate",
-        ),
+        (NPY.getvalue().replace(b"(4, 2), }" + 11 * b" ", b"(99999999999, 2), } "), r"cannot be read \(Unable to al"),
         (bytes(2**28 + 1), "unpacks to more than 268,435,456 bytes; wanted 256 MiB or 100 times the file"),
     ],
 )

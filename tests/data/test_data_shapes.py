@@ -17,6 +17,7 @@ CUBE = "OFF\n8 6 0\n{}\n{}\n".format(
     "\n".join("4 " + " ".join(map(str, side)) for side in SIDES),
 )
 SQUARE = "OFF\n4 1 0\n0 0 0\n1 0 0\n1 1 0\n0 1 0\n4 0 1 2 3\n"
+POINT = SQUARE.replace("\n1 ", "\n1e-200 ").replace(" 1 0\n", " 0 0\n").replace("4 0 0", "4 1 0")
 
 
 @pytest.mark.parametrize(
@@ -28,22 +29,13 @@ SQUARE = "OFF\n4 1 0\n0 0 0\n1 0 0\n1 1 0\n0 1 0\n4 0 1 2 3\n"
         (SQUARE.replace("1 1 0\n", "1 one 0\n"), "cannot be read (could not convert string to float: 'one')"),
         (SQUARE.replace("2 3\n", "2 4\n"), "cannot be read (OFF file has a face index outside the range"),
         (SQUARE[:22], "cannot be read ("),
-        (
-            SQUARE.replace("4 0 1 2 3\n", ""),
-            "0 faces of three corners or more; wanted an OFF file of a mesh, with the 1 ",
-        ),
+        (SQUARE.replace("4 0 1 2 3\n", ""), "0 faces of three corners or more; wanted an OFF file of a mesh, with the"),
         (SQUARE.replace("4 0 1 2 3\n", "4 0 1 2\n"), "0 faces of three corners or more"),
         (SQUARE.replace("4 0 1 2 3\n", "-1 0 1 2\n"), "0 faces of three corners or more"),
         (SQUARE.replace("1 1 0", "1 nan 0"), "the list of corners holds nan at [2, 1]; wanted finite numbers below"),
-        (
-            SQUARE.replace("1 1 0", "1 1e308 0"),
-            "the list of corners holds 1e+308 at [2, 1]; wanted finite numbers below",
-        ),
+        (SQUARE.replace("1 1 0", "1 1e308 0"), "the list of corners holds 1e+308 at [2, 1]; wanted finite numbers"),
         (SQUARE.replace("4 1 0", "1000000000 1 0"), "cannot be read (cannot reshape array"),
-        (
-            SQUARE.replace("\n1 ", "\n1e-200 ").replace(" 1 0\n", " 0 0\n").replace("4 0 0", "4 1 0"),
-            "a single point; wanted",
-        ),
+        (POINT, "a single point; wanted"),
         (b"OFF\n\xff", "cannot be read ("),
     ],
 )
@@ -122,10 +114,7 @@ NO_LISTS = "; wanted a list of integers and a list of names"
     ("arrays", "expected"),
     [
         ({"voxels": None}, "cannot be read ('voxels'); wanted a NumPy archive with voxels"),
-        (
-            {"labels": np.array([0, 1], object)},
-            "cannot be read (Object arrays cannot be loaded when allow_pickle=False",
-        ),
+        ({"labels": np.array([0, 1], object)}, "cannot be read (Object arrays cannot be loaded when allow_pickle=Fal"),
         ({"labels": np.ones(3, int)}, "voxels: uint8 of shape (2, 8, 8, 1); wanted uint8 of shape (labels, 8, 8, 1"),
         ({"labels": np.zeros(0, int), "voxels": np.zeros((0, 8, 8, 1), np.uint8)}, "voxels: uint8 of shape (0, 8, 8"),
         ({"voxels": np.zeros((2, 8, 8, 8), np.uint8)}, "voxels: uint8 of shape (2, 8, 8, 8); wanted uint8"),
@@ -154,9 +143,7 @@ def test_damaged_archives_are_refused(tmp_path):
 
 
 def test_folders_that_are_no_modelnet_are_refused(meshes):
-    refused(
-        "nowhere: has no file voxels_train.npz and no folder */train of meshes; wanted", contrib.modelnet, "nowhere"
-    )
+    refused("nowhere: has no file voxels_train.npz and no folder */train of", contrib.modelnet, "nowhere")
     path = meshes / "square" / "test" / "square_0.off.gz"
     shutil.rmtree(path.parent)
     refused(f"{path.parent}: has no files *.off; wanted at least one", contrib.modelnet, meshes, size=8)
