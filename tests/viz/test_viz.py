@@ -33,32 +33,20 @@ def probe(step, forward, adjoint):
     return {"kind": "probe", "step": step} | flat("forward_residual", forward) | flat("adjoint_residual", adjoint)
 
 
-def drawn(figure):
-    """The renderer that the layout was made with."""
+def check_legible(figure):
+    """No two texts cover each other, and none leaves the figure."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    return canvas.get_renderer()
-
-
-def texts_overlap(figure):
-    """Pairs of texts that cover each other, anywhere on the figure."""
-    renderer = drawn(figure)
-    found = [text for ax in figure.axes for text in ax.texts]
-    found += [text for ax in figure.axes for text in (ax.title, ax._left_title, ax.xaxis.label, ax.yaxis.label)]
-    found += [text for text in (figure._suptitle, figure._supxlabel) if text is not None]
-    boxes = [(text.get_text(), text.get_window_extent(renderer).padded(-1)) for text in found if text.get_text()]
-    legends = [ax.get_legend() for ax in figure.axes]
-    boxes += [("legend", legend.get_window_extent(renderer).padded(-1)) for legend in legends if legend is not None]
-    return [(a, b) for (a, box), (b, other) in itertools.combinations(boxes, 2) if box.overlaps(other)]
-
-
-def texts_outside(figure):
-    """Texts that leave the figure."""
-    renderer = drawn(figure)
-    found = [text for ax in figure.axes for text in ax.texts] + [figure._suptitle, figure._supxlabel]
-    width, height = figure.canvas.get_width_height()
-    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in found if text is not None]
-    return [text for text, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > width or box.y1 > height]
+    renderer, (width, height) = canvas.get_renderer(), canvas.get_width_height()
+    texts = [figure._suptitle, figure._supxlabel, *(text for ax in figure.axes for text in ax.texts)]
+    for box in (text.get_window_extent(renderer) for text in texts if text is not None):
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
+    texts += [text for ax in figure.axes for text in (ax.title, ax._left_title, ax.xaxis.label, ax.yaxis.label)]
+    texts += [ax.get_legend() for ax in figure.axes]
+    shown = [text for text in texts if text is not None and getattr(text, "get_text", lambda: "legend")()]
+    boxes = [text.get_window_extent(renderer).padded(-1) for text in shown]
+    pairs = itertools.combinations(zip(shown, boxes, strict=True), 2)
+    assert not [(text, other) for (text, a), (other, b) in pairs if a.overlaps(b)]
 
 
 def test_curves_show_both_runs(tmp_path):
@@ -74,14 +62,21 @@ def test_curves_show_both_runs(tmp_path):
     assert figure.canvas.manager is None  # no window, no global list of figures
     figure.savefig(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert texts_overlap(figure) == [] and texts_outside(figure) == []
+    check_legible(figure)
 
 
-def test_a_short_run_shows_losses_and_promises_no_mean():
+def test_runs_that_are_short_or_empty_or_have_gaps():
     run = {"serial": [row | {"work": row["step"], "depth": row["step"]} for row in rows(0.9)]}
     (loss_ax, _), (costs, _) = viz.curves(run).axes, viz.costs(run).axes
     assert len(loss_ax.lines) == 1 and loss_ax.get_title(loc="left") == "Loss of each batch"
-    assert costs.get_ylabel() == "training loss"
+    assert costs.get_ylabel() == "training loss"  # promises no mean
+    gaps = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, None), (2, 1.0))]
+    assert viz.curves({"serial": gaps}).get_suptitle() == "Training"
+    for draw in (viz.curves, viz.costs, viz.race):
+        with pytest.raises(ValueError, match="runs is empty"):
+            draw({})
+        with pytest.raises(ValueError, match="'serial' has no row of kind 'train'"):
+            draw({"serial": []})
 
 
 def test_costs_are_drawn_against_work_and_against_depth():
@@ -94,7 +89,7 @@ def test_costs_are_drawn_against_work_and_against_depth():
     assert [line.get_label() for line in by_work.lines] == ["one-shot", "serial", "mgopt"]
     assert [line.get_label() for line in by_depth.lines] == ["one-shot", "serial"]
     assert [line.get_xdata()[-1] for line in by_depth.lines] == [480, 7680]
-    assert texts_overlap(figure) == [] and texts_outside(figure) == []
+    check_legible(figure)
 
 
 def test_the_pictures_of_values():
@@ -117,17 +112,6 @@ def test_the_pictures_of_values():
         viz.predictions(truth, truth[:, 0])
 
 
-def test_curves_without_evaluations_or_with_gaps():
-    gaps = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, None), (2, 1.0))]
-    figure = viz.curves({"serial": gaps})
-    assert figure.get_suptitle() == "Training"
-    for draw in (viz.curves, viz.costs, viz.race):
-        with pytest.raises(ValueError, match="runs is empty"):
-            draw({})
-        with pytest.raises(ValueError, match="'serial' has no row of kind 'train'"):
-            draw({"serial": []})
-
-
 def test_a_race_marks_when_the_target_is_reached():
     def log(step_time, accuracies):
         train = [{"kind": "train", "step": n, "step_time": step_time} for n in range(1, 31)]
@@ -140,7 +124,7 @@ def test_a_race_marks_when_the_target_is_reached():
     named = {line.get_label(): line for line in ax.lines}
     np.testing.assert_allclose(named["serial"].get_xdata(), [2.0, 4.0, 6.0])
     np.testing.assert_allclose(named["nested"].get_ydata(), [0.2, 0.3, 0.8])
-    assert texts_overlap(figure) == [] and texts_outside(figure) == []
+    check_legible(figure)
     assert viz.race(runs).get_suptitle() == "Layer-parallel training reaches 95.0% in 3 s, serial training in 6 s"
     assert viz.race(runs, target=0.96).get_suptitle().endswith("in 3 s, serial training never")
     low, high = ax.get_ylim()
@@ -161,7 +145,7 @@ def test_residuals_show_first_and_last_probe():
     assert [line.get_label() for line in forward.lines] == ["step 1", "step 4", "step 8", "step 11"]
     np.testing.assert_array_equal(forward.lines[0].get_xdata(), [2, 3])
     np.testing.assert_array_equal(adjoint.lines[0].get_ydata(), [0.5, 0.01])
-    assert texts_overlap(figure) == [] and texts_outside(figure) == []
+    check_legible(figure)
 
 
 def test_residuals_that_grow_are_in_the_title_unless_rounding_does_it():
@@ -189,10 +173,7 @@ def test_gradient_errors_against_iterations_or_work_and_the_runs_own(work):
         np.testing.assert_array_equal(line.get_ydata(), errors[name])
         np.testing.assert_array_equal(line.get_xdata(), work[name] if work else [1, 2, 3])
     assert ax.lines[2].get_xydata().tolist() == [[2, 0.03]]
-    assert texts_overlap(figure) == [] and texts_outside(figure) == []
-
-
-def test_gradient_errors_that_are_zero_or_alone_have_a_title_and_none_are_refused():
+    check_legible(figure)
     figure = viz.gradient_errors({"Picard": [0.5, 0.0, 0.0]}, iteration="sweep")
     assert figure.get_suptitle() == "After 3 sweeps, the gradient error is 0 with Picard"
     with pytest.raises(ValueError, match="errors is empty"):
@@ -220,7 +201,7 @@ def test_hierarchy_is_legible(name, tmp_path):
     solver, layers = SOLVERS[name]
     figure = viz.hierarchy(solver, layers, t1=2.0, adjoint_solver=lp_jax.MGRIT(iterations=1))
     assert figure.get_suptitle().startswith(f"{layers} layers")
-    assert texts_overlap(figure) == [] and texts_outside(figure) == []
+    check_legible(figure)
     shown = "\n".join(text.get_text() for ax in figure.axes for text in ax.texts)
     span = 1
     for steps, factor in solver.grid(layers) if len(figure.axes) > 1 else []:
@@ -361,7 +342,7 @@ SCHEDULES = {
 def test_schedules_are_legible_and_show_every_worker(name):
     solver, layers, workers = SCHEDULES[name]
     figure = viz.schedule(solver, layers, workers=workers)
-    assert texts_overlap(figure) == [] and texts_outside(figure) == []
+    check_legible(figure)
     (ax,) = figure.axes
     busy = {round(path.get_extents().y0 + 0.3) for c in ax.collections for path in c.get_paths()[:1]}
     active = min(workers, -(-layers // solver.unit(layers)))
@@ -382,8 +363,7 @@ def test_a_schedule_says_what_it_simplifies_and_refuses_no_layers():
 
 def test_a_notebook_shows_a_figure_without_pyplot():
     """As IPython asks for it: its formatter calls the method where no backend has registered one."""
-    figure = viz.hierarchy(lp_jax.MGRIT(), 16)
-    image, shown = figure._repr_png_()
+    image, shown = viz.hierarchy(lp_jax.MGRIT(), 16)._repr_png_()
     assert image.startswith(b"\x89PNG") and shown["width"] == 72 * 12
 
 
