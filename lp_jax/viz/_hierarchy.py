@@ -70,7 +70,7 @@ def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
     kinds: dict[str, dict[str, Any]] = {
         "C-point: also on the next level": {"color": RED, "s": size},
         "F-point": {"facecolor": "white", "edgecolor": BLUE, "linewidth": 1.4, "s": size * 0.55},
-        "coarsest level": {"color": INK, "s": size * (0.8 if last else 0.35), "marker": "D"},
+        "coarsest level": {"color": INK, "s": size * 0.8, "marker": "D"},
     }
     coarse_point, fine_point, coarsest = kinds
     for level, ((steps, factor), span) in enumerate(zip(levels, spans, strict=True)):

@@ -26,10 +26,21 @@ def plan(found: Plan) -> Figure:
     """
     fig = figure(_title(found))
     looked_at = [(1e3 * c.cost.seconds, c.error) for c in found.choices if c.error and math.isfinite(c.error)]
-    axes = fig.subplots(1, 2 if looked_at else 1, squeeze=False)[0]
-    if looked_at:
-        _errors(axes[0], found, looked_at)
-    _devices(axes[-1], found)
+    *first, ax = fig.subplots(1, 2 if looked_at else 1, squeeze=False)[0]
+    if first:
+        _errors(first[0], found, looked_at)
+    lines = {"layers": "layers", "data": "examples", "both": "layers and examples", "pipeline": "pipeline"}
+    for i, (field, name) in enumerate(lines.items()):
+        spent = [(row.devices, getattr(row, field)) for row in found.scaling()]
+        points = [(devices, found.serial_seconds / seconds) for devices, seconds in spent if seconds is not None]
+        if points:
+            ax.plot(*zip(*points, strict=True), label=name, **line_style(i))
+    ax.axhline(1.0, color=GREY, linewidth=0.8)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set(major_formatter="{x:g}", minor_locator=NullLocator())
+    logarithmic(ax, "y")
+    legend(ax, "below")
+    dress(ax, x="devices", y="times as fast as one device", title="Speedup on more devices")
     return fig
 
 
@@ -61,19 +72,3 @@ def _errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]]) ->
     logarithmic(ax, "x", "y")
     legend(ax, "below")
     dress(ax, x="ms per training step, predicted", y="error of the gradient", title="Solvers: cost and error")
-
-
-def _devices(ax: Axes, result: Plan) -> None:
-    """Draw the speedup over one device with serial propagation: along layers, examples, or both."""
-    rows = result.scaling()
-    lines = {"layers": "layers", "data": "examples", "both": "layers and examples", "pipeline": "pipeline"}
-    for number, (field, name) in enumerate(lines.items()):
-        points = [(row.devices, result.serial_seconds / s) for row in rows if (s := getattr(row, field)) is not None]
-        if points:
-            ax.plot(*zip(*points, strict=True), label=name, **line_style(number))
-    ax.axhline(1.0, color=GREY, linewidth=0.8)
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set(major_formatter="{x:g}", minor_locator=NullLocator())
-    logarithmic(ax, "y")
-    legend(ax, "below")
-    dress(ax, x="devices", y="times as fast as one device", title="Speedup on more devices")

@@ -167,9 +167,8 @@ def residuals(rows: Rows, *, iteration: str = "cycle", solvers: tuple[str, str] 
     if not probes:
         raise ValueError("rows holds no row of kind 'probe' with residual norms.")
     chosen = [probes[i] for i in sorted(set(np.linspace(0, len(probes) - 1, 4).round().astype(int)))]
-    histories = {
-        solve: [np.array(unflat(f"{solve}_residual", row)) for row in chosen] for solve in ("forward", "adjoint")
-    }
+    solves = "forward", "adjoint"
+    histories = {solve: [np.array(unflat(f"{solve}_residual", row)) for row in chosen] for solve in solves}
     fig = figure(_residuals_title(chosen, histories, iteration))
     axes = fig.subplots(1, 2)
     for ax, (solve, norms_at), name in zip(axes, histories.items(), solvers, strict=True):
