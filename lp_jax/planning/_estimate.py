@@ -8,17 +8,18 @@ import jax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import OF_A_SUM, OF_NEWTON, Processor, processor
-from lp_jax._arrays._types import Arrays
 from lp_jax._problem import Problem
 from lp_jax._programs import _traced
 from lp_jax._programs._asked import asked
-from lp_jax._programs._program import Program
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._measure import arrays, examples_of, small
 
 Found = TypeVar("Found")
+
+
+_PASSES = 4  # over the states, in a sweep's sum of them: fits what was measured on CPUs and counted for an H200
 
 
 def _of_shapes(look: Callable[[Problem], Found], problem: Problem) -> Found:
@@ -46,47 +47,43 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
     """
 
     def look(problem: Problem) -> Machine:
-        program, arrays = _traced.trace(problem, (Serial(),))
-        return _machine(program, arrays, processor(device, device) if device else program.workers.processor)
+        program, operands = _traced.trace(problem, (Serial(),))
+        known = processor(device, device) if device else program.workers.processor
+        layer, layers, y = program.traced.footprint, program.workers.layers, operands.y0
+        first = _tree.entry_like(operands.slices)
+        kept = jax.eval_shape(program.chain(*operands[:3]).linearised.evaluate, y, first, operands.shared)[2]
+        most = known.at_once(layer, layers)
+        sizes = sorted({max(2, most // part) for part in (64, 8, 1)}) if most > 1 else []
+        batches = [known.batch(layer, size) for size in sizes]
+        sweeps = [
+            t + size * _PASSES * _tree.nbytes(y) / known.bandwidth for size, t in zip(sizes, batches, strict=True)
+        ]
+        forward, backward = (seconds / layers for seconds in known.serial(layer, layers))
+        examples, newton = examples_of(y), None
+        if small(y):
+            jacobians = known.jacobians(examples, sum(x.size for x in jax.tree.leaves(y)) // examples)
+            started = known.launch * OF_NEWTON
+            evaluations = zip((1, *sizes), (forward, *batches), strict=True)
+            newton = tuple(started + seconds + size * jacobians for size, seconds in evaluations)
+        fixed, whole = (
+            known.launch * layer.kernels + known.one(of, steps=layers)
+            for of in (layer._replace(flops=0.0, numbers=0.0), layer)
+        )
+        return Machine(
+            at_once=(1, *sizes),
+            forward=(forward, *sweeps),
+            adjoint=(backward / 2, *sweeps),
+            gradient=(backward / 2, *batches),
+            newton=newton,
+            relaxation=(batches[-1] - known.launch * OF_A_SUM) / sweeps[-1] if sizes else 1.0,
+            examples=examples,
+            overhead=fixed / whole,  # kernels start, and parameters are read, for any number of examples
+            state_bytes=_tree.nbytes(y),
+            kept_bytes=_tree.nbytes(kept),
+            layer_bytes=_tree.nbytes(first.params),
+        )
 
     return _of_shapes(look, problem)
-
-
-_PASSES = 4  # over the states, in a sweep's sum of them: fits what was measured on CPUs and counted for an H200
-
-
-def _machine(program: Program, arrays: Arrays, known: Processor) -> Machine:
-    layer, layers, y = program.traced.footprint, program.workers.layers, arrays.y0
-    first = _tree.entry_like(arrays.slices)
-    kept = jax.eval_shape(program.chain(*arrays[:3]).linearised.evaluate, y, first, arrays.shared)[2]
-    most = known.at_once(layer, layers)
-    sizes = sorted({max(2, most // part) for part in (64, 8, 1)}) if most > 1 else []
-    batches = [known.batch(layer, size) for size in sizes]
-    sweeps = [t + size * _PASSES * _tree.nbytes(y) / known.bandwidth for size, t in zip(sizes, batches, strict=True)]
-    forward, backward = (seconds / layers for seconds in known.serial(layer, layers))
-    examples, newton = examples_of(y), None
-    if small(y):
-        jacobians = known.jacobians(examples, sum(x.size for x in jax.tree.leaves(y)) // examples)
-        started = known.launch * OF_NEWTON
-        evaluations = zip((1, *sizes), (forward, *batches), strict=True)
-        newton = tuple(started + seconds + size * jacobians for size, seconds in evaluations)
-    fixed, whole = (
-        known.launch * layer.kernels + known.one(of, steps=layers)
-        for of in (layer._replace(flops=0.0, numbers=0.0), layer)
-    )
-    return Machine(
-        at_once=(1, *sizes),
-        forward=(forward, *sweeps),
-        adjoint=(backward / 2, *sweeps),
-        gradient=(backward / 2, *batches),
-        newton=newton,
-        relaxation=(batches[-1] - known.launch * OF_A_SUM) / sweeps[-1] if sizes else 1.0,
-        examples=examples,
-        overhead=fixed / whole,  # kernels start, and parameters are read, for any number of examples
-        state_bytes=_tree.nbytes(y),
-        kept_bytes=_tree.nbytes(kept),
-        layer_bytes=_tree.nbytes(first.params),
-    )
 
 
 class Default(NamedTuple):

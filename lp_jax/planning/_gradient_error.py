@@ -133,7 +133,7 @@ def compare(
     """
     if not callable(loss):
         raise TypeError(f"loss must be a function, as for jax.grad; got {loss!r}.")
-    named = solvers if isinstance(solvers, Mapping) else {_name(solver): solver for solver in solvers}
+    named = solvers if isinstance(solvers, Mapping) else {code(solver): solver for solver in solvers}
     pairs = {name: None if pair is None else as_pair(pair) for name, pair in named.items()}
 
     def compiled(what: Asked) -> Callable[..., PyTree]:
@@ -169,14 +169,6 @@ def compare(
         return errors
 
     return measure
-
-
-def _name(pair: Solver | Pair | None) -> str:
-    """A solver or a pair of solvers as code."""
-    if pair is None:
-        return "its own"
-    each = pair if isinstance(pair, tuple) else (pair,)
-    return ", ".join(code(solver) if isinstance(solver, Solver) else repr(solver) for solver in each)
 
 
 def _report(rows: list[Solved], direction: str, solver: Solver, layers: int) -> Callable[[Stats], None]:

@@ -135,11 +135,6 @@ def _(solver: Serial | Elementwise, chain: _Chain) -> None:
 
 
 @_record.register
-def _(solver: Sweeps, chain: _Chain) -> None:
-    _record_sweeps(solver.sweeps, chain)
-
-
-@_record.register
 def _(solver: Windowed, chain: _Chain) -> None:
     span = solver.unit(chain.layers)
     chain = dataclasses.replace(chain, unit=span)
@@ -157,6 +152,9 @@ def _record_sweeps(sweeps: int, chain: _Chain) -> None:
         chain.evaluate(1, chain.mine)
         chain.send(prefix_messages(chain.workers))
     chain.evaluate_last()
+
+
+_record.register(Sweeps, lambda solver, chain: _record_sweeps(solver.sweeps, chain))
 
 
 @_record.register

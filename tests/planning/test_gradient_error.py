@@ -218,7 +218,7 @@ def test_a_table_of_solvers():
     assert not table["exact"].solves and "this gradient is exact" in str(table["exact"])
     assert [s.iterations for s in table["pair"].solves] == [6, 2]
     table = lp_jax.compare(jnp.sum, [ROUGH, (ROUGH, lp_jax.Serial()), None])(WEIGHTS)
-    assert list(table) == ["Picard(sweeps=2)", "Picard(sweeps=2), Serial()", "its own"]
+    assert list(table) == ["Picard(sweeps=2)", "(Picard(sweeps=2), Serial())", "None"]
 
 
 def test_other_losses_and_solvers_are_refused():
