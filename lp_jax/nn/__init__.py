@@ -8,20 +8,10 @@ All modules take ``rngs``, the source of their initial parameters, and ``param_d
 the state. Some take ``dtype``, the dtype of their products; None means that of the state, which keeps its dtype. A model
 that scans over its layers needs none of these: see `parallel`.
 
-Modules of other libraries need two lines. Flax Linen:
+Modules of other libraries need two lines. Flax Linen, where ``block`` is a module that is one layer step:
 
-    >>> import flax.linen, jax, jax.numpy as jnp, lp_jax
-    >>> class Residual(flax.linen.Module):
-    ...     @flax.linen.compact
-    ...     def __call__(self, y, t, dt):
-    ...         return y + dt * flax.linen.tanh(flax.linen.Dense(y.shape[-1], param_dtype=y.dtype)(y))
-    >>> block, y0, keys = Residual(), jnp.ones((4, 8)), jax.random.split(jax.random.key(0), 16)
-
-    >>> params = jax.vmap(lambda key: block.init(key, y0, 0.0, 1.0)["params"])(keys)
-    >>> step = lambda y, layer: block.apply({"params": layer.params}, y, layer.t, layer.dt)
-
-    >>> lp_jax.solve(step, params, y0).y1.shape
-    (4, 8)
+    params = jax.vmap(lambda key: block.init(key, y0, 0.0, 1.0)["params"])(keys)
+    step = lambda y, layer: block.apply({"params": layer.params}, y, layer.t, layer.dt)
 
 Equinox, where ``make_layer(key)`` builds one layer:
 
@@ -33,33 +23,34 @@ Define such a ``step`` once: `lp_jax.solve` recognises a program that it has com
 
 try:
     import flax.nnx as _nnx  # noqa: F401
+    import safetensors as _safetensors  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ImportError(f'lp_jax.nn needs Flax, which is not installed ({error}): pip install "lp_jax[nn]".') from error
+    raise ImportError(f'lp_jax.nn needs Flax and safetensors ({error}): pip install "lp_jax[nn]".') from error
 
 from lp_jax.nn._convolution import convolve as convolve
-from lp_jax.nn._ends import ConvOpening as ConvOpening
-from lp_jax.nn._ends import DenseClosing as DenseClosing
-from lp_jax.nn._ends import DenseOpening as DenseOpening
-from lp_jax.nn._ends import PoolClosing as PoolClosing
-from lp_jax.nn._ends import TokenClosing as TokenClosing
-from lp_jax.nn._ends import TokenOpening as TokenOpening
 from lp_jax.nn._export import load as load
 from lp_jax.nn._export import save as save
 from lp_jax.nn._export import unstack as unstack
-from lp_jax.nn._gru import GRU as GRU
 from lp_jax.nn._layer_parallel import LayerParallel as LayerParallel
+from lp_jax.nn._layer_parallel import Spline as Spline
+from lp_jax.nn._layers import BatchNorm as BatchNorm
+from lp_jax.nn._layers import ConvOpening as ConvOpening
+from lp_jax.nn._layers import ConvResidual as ConvResidual
+from lp_jax.nn._layers import ConvTransition as ConvTransition
+from lp_jax.nn._layers import DenseClosing as DenseClosing
+from lp_jax.nn._layers import DenseOpening as DenseOpening
+from lp_jax.nn._layers import DenseResidual as DenseResidual
+from lp_jax.nn._layers import PoolClosing as PoolClosing
+from lp_jax.nn._layers import TokenClosing as TokenClosing
+from lp_jax.nn._layers import TokenOpening as TokenOpening
 from lp_jax.nn._network import Classifier as Classifier
 from lp_jax.nn._network import Network as Network
-from lp_jax.nn._para import ParaGRU as ParaGRU
-from lp_jax.nn._para import ParaLSTM as ParaLSTM
-from lp_jax.nn._parallel import parallel as parallel
+from lp_jax.nn._recurrent import GRU as GRU
+from lp_jax.nn._recurrent import ParaGRU as ParaGRU
+from lp_jax.nn._recurrent import ParaLSTM as ParaLSTM
 from lp_jax.nn._refine import coarsen as coarsen
 from lp_jax.nn._refine import refine as refine
-from lp_jax.nn._residual import BatchNorm as BatchNorm
-from lp_jax.nn._residual import ConvResidual as ConvResidual
-from lp_jax.nn._residual import ConvTransition as ConvTransition
-from lp_jax.nn._residual import DenseResidual as DenseResidual
-from lp_jax.nn._spline import Spline as Spline
+from lp_jax.nn._stack import parallel as parallel
 from lp_jax.nn._stack import stack as stack
 from lp_jax.nn._transformer import DecoderLayer as DecoderLayer
 from lp_jax.nn._transformer import EncoderDecoderLayer as EncoderDecoderLayer

@@ -1,8 +1,8 @@
 """Convolutions, in the formulation that is fast on the device.
 
-On a CPU, the gradient of XLA's convolution inside a loop takes 6 to 17 times as long as matrix products for 8 and 16
-channels. Such products are fast if their inner and outer dimensions are similar and not very small. So patches are formed
-along the last axis of space only. With taps i, j along the two axes of an image,
+On a CPU, the gradient of XLA's convolution inside a loop takes many times as long as matrix products for 8 and 16 channels.
+Such products are fast if their inner and outer dimensions are similar and not very small. So patches are formed along the
+last axis of space only. With taps i, j along the two axes of an image,
 
     y[h, w] = sum_i z[h + i, w, i],    z[h, w, i] = sum_j x[h, w + j] k[i, j].
 
@@ -29,17 +29,13 @@ _CACHE = 2**21  # bytes of patches and products that are computed at once
 
 
 def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> jax.Array:
-    """Convolve images and keep their size: stride 1, zeros around the image.
+    """Convolve images and keep their size, stride 1, zeros around: ``(batch, *space, inputs)`` to ``(batch, *space, outputs)``.
 
     Args:
-        x: images, ``(batch, *space, inputs)``, one, two or three axes of space.
+        x: images with one, two or three axes of space.
         kernel: ``(*taps, inputs, outputs)``, an odd number of taps along each axis of space.
-        formulation: "xla" for XLA's convolution; "products" for matrix products of patches along the last axis of space,
-            whose results are shifted along the other axes and added; "auto" for products on a CPU and XLA elsewhere.
-            Products are differentiable in reverse mode only.
-
-    Returns:
-        Images ``(batch, *space, outputs)``.
+        formulation: "xla" for XLA's convolution; "products" for matrix products, which are differentiable in reverse mode only;
+            "auto" for products on a CPU and XLA elsewhere.
 
     Raises:
         ValueError: if the formulation is unknown, or the number of taps is even.
@@ -57,7 +53,11 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
     if formulation == "auto":
         # on two cores XLA takes 4 to 30 times as long for a scan's gradient (jax 0.10), 4 and 11 for images of 8 x 8 (jax 0.12)
         formulation = "products" if default_platform() == "cpu" else "xla"
-    return (_xla if formulation == "xla" else _products)(x, kernel)
+    if formulation == "products":
+        return _products(x, kernel)
+    space = "DHW"[5 - x.ndim :]
+    numbers = (f"N{space}C", f"{space}IO", f"N{space}C")
+    return lax.conv_general_dilated(x, kernel, (1,) * len(space), "SAME", dimension_numbers=numbers)
 
 
 def same_conv(inputs: int, outputs: int, kernel: Sequence[int], **options: Any) -> nnx.Conv:
@@ -70,30 +70,29 @@ def _as_general(x: jax.Array, kernel: jax.Array, *_: object, **__: object) -> ja
     return convolve(x, kernel)
 
 
-def _xla(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    space = "DHW"[5 - x.ndim :]
-    numbers = (f"N{space}C", f"{space}IO", f"N{space}C")
-    return lax.conv_general_dilated(x, kernel, (1,) * len(space), "SAME", dimension_numbers=numbers)
-
-
 @jax.custom_vjp
 def _products(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    size = _images_at_once(x, kernel)
-    return _merge(lax.map(lambda images: _convolve_few(images, kernel), _split(x, size)))
+    groups = _split(x, _images_at_once(x, kernel))
+    return lax.map(lambda images: _convolve_few(images, kernel), groups).reshape(*x.shape[:-1], kernel.shape[-1])
 
 
 def _products_bwd(saved: tuple[jax.Array, jax.Array], y_bar: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = saved
     mirrored = jnp.flip(kernel, range(kernel.ndim - 2)).swapaxes(-2, -1)  # the kernel of the transposed convolution
     size = _images_at_once(x, kernel)
+    *outer, last, inputs, outputs = kernel.shape
 
     def add(total: jax.Array, images: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Add the kernel's cotangent of these images, a product of their patches with the shifted cotangents of y."""
         x, y_bar = images
-        return total + _kernel_cotangent(x, y_bar, kernel.shape[:-2]), _convolve_few(y_bar, mirrored)
+        z_bar = jnp.concatenate(_shifted(y_bar, outer)[::-1], axis=-1)
+        patches = _patches(x, last).reshape(-1, last * inputs)
+        folded = _product(patches.T, z_bar.reshape(len(patches), -1)).reshape(last, inputs, *outer, outputs)
+        return total + jnp.moveaxis(folded, (0, 1), (-3, -2)), _convolve_few(y_bar, mirrored)
 
     zeros = jnp.zeros(kernel.shape, _sum_dtype(kernel))
     kernel_bar, x_bar = lax.scan(add, zeros, (_split(x, size), _split(y_bar, size)))
-    return _merge(x_bar), kernel_bar.astype(kernel.dtype)
+    return x_bar.reshape(x.shape), kernel_bar.astype(kernel.dtype)
 
 
 _products.defvjp(lambda x, kernel: (_products(x, kernel), (x, kernel)), _products_bwd)
@@ -111,10 +110,6 @@ def _split(images: jax.Array, size: int) -> jax.Array:
     return images.reshape(len(images) // size, size, *images.shape[1:])
 
 
-def _merge(groups: jax.Array) -> jax.Array:
-    return groups.reshape(groups.shape[0] * groups.shape[1], *groups.shape[2:])
-
-
 def _convolve_few(x: jax.Array, kernel: jax.Array) -> jax.Array:
     *outer, last, inputs, outputs = kernel.shape
     folded = jnp.moveaxis(kernel, len(outer), 0)  # (last, *outer, inputs, outputs)
@@ -122,16 +117,6 @@ def _convolve_few(x: jax.Array, kernel: jax.Array) -> jax.Array:
     z = _product(_patches(x, last), folded).reshape(*x.shape[:-1], math.prod(outer), outputs)
     parts = (part[..., i, :] for i, part in enumerate(_shifted(z, outer)))
     return functools.reduce(jnp.add, parts).astype(x.dtype)
-
-
-def _kernel_cotangent(x: jax.Array, y_bar: jax.Array, taps: tuple[int, ...]) -> jax.Array:
-    """Return the kernel's cotangent: one product of all patches with the shifted cotangents of y."""
-    *outer, last = taps
-    inputs, outputs = x.shape[-1], y_bar.shape[-1]
-    z_bar = jnp.concatenate(_shifted(y_bar, outer)[::-1], axis=-1)
-    patches = _patches(x, last).reshape(-1, last * inputs)
-    folded = _product(patches.T, z_bar.reshape(len(patches), -1)).reshape(last, inputs, *outer, outputs)
-    return jnp.moveaxis(folded, (0, 1), (-3, -2))
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

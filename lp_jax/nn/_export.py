@@ -1,13 +1,13 @@
 """Trained parameters outside the solver: layer by layer, and in a file."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 from flax import nnx, traverse_util
 
 from lp_jax._arrays._types import PyTree
@@ -18,23 +18,10 @@ from lp_jax.nn._layer_parallel import LayerParallel, refuse_ranks, stacks
 def unstack(layers: PyTree) -> list[PyTree]:
     """Return the parameters layer by layer: N trees, leaves without the axis of layers.
 
-    ``layers`` are stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`. With ``weights=nn.Spline(...)`` a layer's
-    parameters are the spline's values.
+    ``layers`` are stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`, whose spline is evaluated.
 
     Raises:
         ValueError: if the leaves differ in length, or the layers are spread over MPI ranks.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from flax import nnx
-        >>> from lp_jax import nn
-        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 16, rngs=nnx.Rngs(0))
-        >>> layers = nn.unstack(trunk)
-        >>> len(layers), layers[3]["inner"]["kernel"].shape
-        (16, (8, 8))
-        >>> together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)  # for nnx.update(trunk.layers, together)
-        >>> together["inner"]["kernel"].shape
-        (16, 8, 8)
     """
     if isinstance(layers, LayerParallel):
         refuse_ranks(layers)
@@ -44,35 +31,25 @@ def unstack(layers: PyTree) -> list[PyTree]:
 
 
 def save(path: str | os.PathLike[str], params: PyTree) -> None:
-    """Write parameters to a file in the format of safetensors, usually named ``*.safetensors``.
+    """Write parameters to a file in the format of safetensors, which other programs read and which contains no code.
 
-    An array's name is its path in the tree, for example "trunk.layers.inner.kernel". Other programs can read the file, and
-    it contains no code. An existing file is replaced when everything is written.
-
-    Args:
-        path: path of the file.
-        params: nested dicts or lists of arrays; or a module or its state, whose parameters and running statistics are
-            saved.
+    ``params`` are nested dicts or lists of arrays; or a module or its state, whose parameters and running statistics are
+    saved. An array's name is its path, for example "trunk.layers.inner.kernel". An existing file is replaced when everything
+    is written.
 
     Raises:
-        ImportError: if safetensors is not installed.
         TypeError: if the format does not have the dtype of an array, like that of random keys.
         ValueError: if a key cannot be part of a name.
 
     Example:
-        >>> import tempfile
-        >>> from flax import nnx
+        >>> import jax.numpy as jnp, tempfile
         >>> from lp_jax import nn
-        >>> make = lambda seed: nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 16, rngs=nnx.Rngs(seed))
-        >>> trained, other = make(0), make(1)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     nn.save(f"{folder}/trunk.safetensors", trained)
-        ...     nnx.update(other, nn.load(f"{folder}/trunk.safetensors", like=other))
-        >>> bool((other.layers.inner.kernel[...] == trained.layers.inner.kernel[...]).all())
-        True
+        ...     nn.save(f"{folder}/params.safetensors", {"w": jnp.ones(2)})
+        ...     nn.load(f"{folder}/params.safetensors")
+        {'w': Array([1., 1.], dtype=float32)}
     """
     path = Path(path)
-    safetensors = _safetensors(path)
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(params)[0].items()}
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
@@ -83,25 +60,18 @@ def save(path: str | os.PathLike[str], params: PyTree) -> None:
 
 
 def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
-    """Read parameters from a file that `save` or another program wrote in the format of safetensors.
+    """Read parameters, bit for bit, from a file that `save` or another program wrote in the format of safetensors.
 
-    Args:
-        path: path of the file.
-        like: tree of arrays or shapes, module, or state of a module, whose names, shapes and dtypes the parameters must
-            have. None accepts any.
-
-    Returns:
-        The parameters, bit for bit as saved, with the structure of ``like`` (of `nnx.to_pure_dict` for a module or state);
-        otherwise nested dicts, with integer keys for numbers in names, as for NNX's lists.
+    ``like`` is a tree of arrays or shapes, a module or its state. The file must have its names, shapes and dtypes, and the
+    result its structure (that of `nnx.to_pure_dict`). None accepts any file, and returns nested dicts, with integer keys for
+    numbers in names.
 
     Raises:
-        ImportError: if safetensors is not installed.
         FileNotFoundError: if there is no such file.
         ValueError: if the file has another format, is incomplete, or does not match ``like``; and if JAX would cut float64 to
             float32.
     """
     path = Path(path)
-    safetensors = _safetensors(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}.")
     try:
@@ -117,22 +87,14 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
     arrays = jax.tree.map(jnp.asarray, arrays)
     if like is None:
         flat = {_keys(name): x for name, x in arrays.items()}
-        for name, keys in zip(arrays, flat, strict=True):
+        for keys in flat:
             if any(keys[:length] in flat for length in range(1, len(keys))):
-                raise ValueError(f"{path}: a part of the name {name} is the name of another array.")
+                raise ValueError(f"{path}: a part of the name {'.'.join(map(str, keys))} is the name of another array.")
         return traverse_util.unflatten_dict(flat)
     wanted, structure = _named(like)
-    if difference := first_difference(described(arrays), described(wanted), "in the file", "in `like`", str, "absent"):
-        raise ValueError(f"{path}: {difference}. Build the network as it was when it was saved.")
+    if difference := first_difference(described(arrays), described(wanted)):
+        raise ValueError(f"{path} and `like` differ: {difference}. Build the network as it was when it was saved.")
     return jax.tree.unflatten(structure, [arrays[name] for name in wanted])
-
-
-def _safetensors(path: Path) -> ModuleType:
-    try:
-        import safetensors.numpy
-    except ModuleNotFoundError as error:
-        raise ImportError(f'{path}: files of parameters need safetensors: pip install "lp_jax[nn]".') from error
-    return safetensors
 
 
 def _keys(name: str) -> tuple[str | int, ...]:
@@ -160,26 +122,17 @@ def _named(tree: PyTree) -> tuple[dict[str, jax.Array | np.ndarray], jax.tree_ut
     return named, structure
 
 
-def first_difference(
-    a: Mapping[str, object],
-    b: Mapping[str, object],
-    in_a: str = "there",
-    in_b: str = "here",
-    say: Callable[[object], str] = repr,
-    missing: object = None,
-) -> str | None:
+def first_difference(there: Mapping[str, object], here: Mapping[str, object]) -> str | None:
     """Return the first entry in which two dicts differ, in words; None if they are equal."""
-    for name in {**b, **a}:
-        first, second = a.get(name, missing), b.get(name, missing)
-        if first != second:
-            return f"{name} is {say(first)} {in_a} and {say(second)} {in_b}"
+    for name in {**here, **there}:
+        if there.get(name) != here.get(name):
+            return f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
     return None
 
 
 def described(tree: PyTree) -> dict[str, str]:
     """Return dtype and shape of each array, by its path."""
-    arrays = {}
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        x = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-        arrays[jax.tree_util.keystr(path, simple=True, separator="/")] = f"{x.dtype}{list(x.shape)}"
-    return arrays
+    leaves = (
+        (path, leaf if hasattr(leaf, "dtype") else np.asarray(leaf)) for path, leaf in jax.tree.leaves_with_path(tree)
+    )
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}" for path, x in leaves}

@@ -12,8 +12,7 @@ from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._mpi import layer_slices
 from lp_jax._programs._inputs import number_of_layers
-from lp_jax.nn._layer_parallel import LayerParallel, end_times, refuse_ranks
-from lp_jax.nn._spline import midpoints
+from lp_jax.nn._layer_parallel import LayerParallel, end_times, midpoints, refuse_ranks
 
 
 def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
@@ -23,15 +22,14 @@ def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
     the ODE's solution. Piecewise linear weights are closer to a smooth function of depth than piecewise constant ones.
 
     Args:
-        layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`.
+        layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`, whose settings the new one has. Its running
+            statistics are repeated, its `Spline` is evaluated at other midpoints.
         factor: number of layers that replace each layer.
         how: "constant"; "linear" between the layers' midpoints, extrapolated to both ends; or "zeros", which keeps each layer and
             its length, puts layers of zeros after it, and makes the time longer: if a layer of zeros returns its state, the
-            network stays the same function. A trunk with a `Spline` is evaluated at more midpoints.
+            network stays the same function.
 
-    Returns:
-        Parameters, leaves ``(factor * N, ...)``; or a new `LayerParallel` with the same settings. Running statistics are
-        repeated. `lp_jax.train.deepen` refines the state of an optimizer, too.
+    `lp_jax.train.deepen` refines the state of an optimizer, too.
 
     Raises:
         ValueError: if the factor is below 1, ``how`` is unknown, or layers would have to move between MPI ranks, as for
@@ -40,14 +38,9 @@ def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
         >>> from lp_jax import nn
         >>> nn.refine({"w": jnp.asarray([1.0, 3.0])}, how="linear")["w"]
         Array([0.5, 1.5, 2.5, 3.5], dtype=float32)
-        >>> trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), 16, t1=2.0, rngs=nnx.Rngs(0))
-        >>> deeper = nn.refine(trunk)
-        >>> deeper.num_layers, deeper.t1, nn.coarsen(deeper, factor=4).layers.inner.kernel.shape
-        (32, 2.0, (8, 8, 8))
 
     Reference:
         Cyr, Guenther, Schroder, "Multilevel initialization for layer-parallel deep neural network training",
@@ -55,12 +48,12 @@ def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
     """
     _check.integer("factor", factor, least=1)
     _check.one_of("how", how, ("constant", "linear", "zeros"))
-    _refuse_module(layers, "refine")
+    number = _count(layers, "refine")
     if not isinstance(layers, LayerParallel):
-        return _refined(layers, np.arange(number_of_layers(layers, None) + 1.0), factor, how)
+        return _refined(layers, np.arange(number + 1.0), factor, how)
     if how == "zeros" and layers.weights is not None:
         raise ValueError('how="zeros" puts layers between others, and a trunk with a Spline has none; take "constant".')
-    times = _times(staying(layers, factor * layers.num_layers, how))
+    times = _times(staying(layers, factor * number, how))
     if how == "zeros":
         new = np.concatenate([times[:1], times[0] + np.cumsum(np.repeat(np.diff(times), factor))])
     else:
@@ -72,31 +65,20 @@ def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
 def coarsen(layers: PyTree, factor: int = 2) -> PyTree:
     """Replace each ``factor`` layers of a network by one of their total length, with the mean of their parameters.
 
-    The coarse network is another discretization of the same ODE; `coarsen` undoes `refine` with ``how="constant"``.
-
-    Args:
-        layers: stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`.
-        factor: number of layers that one layer replaces. It divides N.
-
-    Returns:
-        Parameters, leaves ``(N / factor, ...)``; or a new `LayerParallel` with the same settings. A trunk with a `Spline` is
-        evaluated at fewer midpoints.
-
-    Raises:
-        ValueError: if the factor is below 1 or does not divide the number of layers, or if layers would have to move between MPI
-            ranks.
-        TypeError: for any other module.
+    The coarse network is another discretization of the same ODE; `coarsen` undoes `refine` with ``how="constant"``. Arguments,
+    result and errors are those of `refine`; it is a ValueError, too, if the factor does not divide the number of layers.
     """
     _check.integer("factor", factor, least=1)
-    _refuse_module(layers, "coarsen")
-    trunk = layers if isinstance(layers, LayerParallel) else None
-    number = number_of_layers(layers, None) if trunk is None else trunk.num_layers
+    number = _count(layers, "coarsen")
     if number % factor:
         raise ValueError(f"factor must divide the number of layers; got {factor} and {number} layers.")
-    mean = functools.partial(_means, factor=factor)
-    if trunk is None:
-        return mean(layers)
-    return _replaced(staying(trunk, number // factor), mean, mean, _times(trunk)[::factor])
+
+    def means(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: jnp.mean(x.reshape(-1, factor, *x.shape[1:]), axis=1), tree)
+
+    if not isinstance(layers, LayerParallel):
+        return means(layers)
+    return _replaced(staying(layers, number // factor), means, means, _times(layers)[::factor])
 
 
 def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerParallel:
@@ -136,16 +118,16 @@ def _times(trunk: LayerParallel) -> np.ndarray:
     return np.asarray(trunk.t1) if np.ndim(trunk.t1) else np.linspace(trunk.t0, trunk.t1, trunk.num_layers + 1)
 
 
-def _refuse_module(layers: object, what: str) -> None:
-    if isinstance(layers, nnx.Module) and not isinstance(layers, LayerParallel):
+def _count(layers: PyTree, what: str) -> int:
+    """Return the number of layers; refuse a module that only holds them."""
+    if isinstance(layers, LayerParallel):
+        return layers.num_layers
+    if isinstance(layers, nnx.Module):
         raise TypeError(
             f"layers must be stacked parameters or a LayerParallel; got {type(layers).__name__}. Take the trunk that it holds: "
             f"model.trunk = nn.{what}(model.trunk)."
         )
-
-
-def _means(tree: PyTree, factor: int) -> PyTree:
-    return jax.tree.map(lambda x: jnp.mean(x.reshape(-1, factor, *x.shape[1:]), axis=1), tree)
+    return number_of_layers(layers, None)
 
 
 def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:

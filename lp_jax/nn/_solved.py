@@ -1,6 +1,7 @@
 """The base of modules whose layers are solved: their solvers and workers."""
 
 import abc
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,12 @@ class Solved(nnx.Module, abc.ABC):
     adjoint_solver: Any  # a `Solver`; None for the settings of ``solver``
 
     def __init__(self, solver: Solver | None, adjoint_solver: Solver | None, comm: Comm | Mesh | None):
-        self.solver = None if solver is None else _static("solver", solver)
-        self.adjoint_solver = None if adjoint_solver is None else _static("adjoint_solver", adjoint_solver)
+        for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
+            if value is not None:
+                _inputs.solver(name, value)
+                # NNX metadata; tolerances as Python floats, as arrays would be state of the model
+                value = nnx.static(jax.tree.map(float, value))
+            setattr(self, name, value)
         self.comm = nnx.static(_inputs.comm(comm))
 
     @abc.abstractmethod
@@ -47,19 +52,10 @@ class Solved(nnx.Module, abc.ABC):
         adjoint_guess: State | None = None,
         **named: Any,
     ) -> Solution:
-        """Solve the problem of these inputs.
+        """Solve the problem of these inputs, which are those of `problem`; guesses as for `lp_jax.solve`.
 
-        Args:
-            *inputs: inputs of `problem`.
-            solver: solver of this call, forward and adjoint, instead of the module's. ``solver=lp_jax.Serial()`` gives the
-                exact states and the exact gradient.
-            adjoint_solver: adjoint solver of this call.
-            guess: as for `lp_jax.solve`.
-            adjoint_guess: as for `lp_jax.solve`.
-            **named: inputs of `problem`.
-
-        Returns:
-            The `Solution`.
+        ``solver`` is the solver of this call instead of the module's, forward and adjoint unless ``adjoint_solver`` is given.
+        ``solver=lp_jax.Serial()`` gives the exact states and the exact gradient.
         """
         problem = self.problem(*inputs, **named)
         return problem.solve(**self._solvers(solver, adjoint_solver), guess=guess, adjoint_guess=adjoint_guess)
@@ -99,18 +95,8 @@ class Solved(nnx.Module, abc.ABC):
         return self.comm.share(self.comm.replicate(jnp.swapaxes(x, 0, 1)), self.placing_solvers())
 
 
-def _static(name: str, solver: Solver) -> Any:
-    """Return a solver as NNX metadata, with tolerances as Python floats: arrays would be state of the model."""
-    _inputs.solver(name, solver)
-    return nnx.static(jax.tree.map(float, solver))
-
-
-def sum_stacked(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)
-
-
-def max_stacked(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.max(x, axis=0), tree)
+sum_stacked = functools.partial(jax.tree.map, functools.partial(jnp.sum, axis=0))
+max_stacked = functools.partial(jax.tree.map, functools.partial(jnp.max, axis=0))
 
 
 def combined_stats(

@@ -1,13 +1,15 @@
 """The interface between Flax NNX and the solver: a module as a pure step with stacked parameters."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import jax
 from flax import nnx
 
+from lp_jax import _parallel
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import Layer, PyTree, State
 from lp_jax._comms._comm import Comm, OneDevice
@@ -27,23 +29,12 @@ class ModuleStep:
         return _call(module, y, layer, data=layer.data, shared=layer.shared)
 
 
-class PerLayer(NamedTuple):
-    """The ``data`` of a trunk's solve, leaves ``(layers, ...)``: the caller's data, and the running statistics."""
-
-    data: PyTree
-    stats: PyTree
-
-
-class PerCall(NamedTuple):
-    """The ``shared`` of a trunk's solve: the caller's shared values, and the random key of the call."""
-
-    shared: PyTree
-    key: jax.Array | None
-
-
 @dataclasses.dataclass(frozen=True)
 class TrunkStep:
-    """A layer of `LayerParallel` as a step: `ModuleStep` with a key for each call, and running statistics as aux."""
+    """A layer of `LayerParallel` as a step: `ModuleStep` with a key for each call, and running statistics as aux.
+
+    The ``data`` of its solve are the caller's data and the running statistics; ``shared`` is the caller's, and the key.
+    """
 
     graphdef: nnx.GraphDef
     updates: bool
@@ -93,17 +84,15 @@ def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[
 
     The module's ``__call__(y, t, dt) -> y_next`` is one step. It may have any of these keywords, and gets them by name:
 
-    - ``data``, as in ``__call__(y, t, dt, *, data=None)``: the layer's slice of the solve's ``data``, or None.
+    - ``data``: the layer's slice of the solve's ``data``, or None.
     - ``key``: the layer's random key. Without a keyword ``data``, it is the layer's slice of the solve's ``data``. For
       dropout, build ``nnx.Dropout(rate)`` without ``rngs``, call it as ``dropout(y, rngs=key)``, and pass
       ``data=jax.random.split(key, num_layers)``. The masks then depend only on the key and the layer.
     - ``shared``: the ``shared`` of the solve, the same for all layers; a padding mask, for example.
     - ``index``: number of the layer, an int32 scalar.
 
-    Args:
-        make_module: ``make_module(rngs)`` builds one layer; called once, under ``jax.vmap`` over the layers' keys.
-        num_layers: number of layers N.
-        rngs: source of the initial parameters; one key of its stream ``params`` is used.
+    ``make_module(rngs)`` builds one layer; it is called once, under ``jax.vmap`` over keys of the layers, which come from one
+    key of the stream ``params`` of ``rngs``.
 
     Returns:
         ``(step, params)``. ``step`` is hashable, and equal for modules built alike, so that programs are reused. ``params`` is a
@@ -124,7 +113,7 @@ def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[
         >>> lp_jax.solve(step, params, jnp.ones((4, 8), "float32")).y1.shape
         (4, 8)
     """
-    graphdef, params = nnx.split(stacked_module(make_module, num_layers, rngs, holds=(nnx.Param,)))
+    graphdef, params = nnx.split(stacked_module(make_module, num_layers, rngs, holds=nnx.Param))
     return ModuleStep(graphdef), nnx.to_pure_dict(params)
 
 
@@ -135,7 +124,7 @@ def stacked_module(
     comm: Comm = OneDevice(),
     solvers: Sequence[Solver] | None = (),
     *,
-    holds: tuple[type[nnx.Variable], ...],
+    holds: Any = (nnx.Param, nnx.BatchStat),
 ) -> nnx.Module:
     """Return N layers as one module whose variables have the layers as leading axis, on the workers of ``comm``.
 
@@ -152,7 +141,8 @@ def stacked_module(
         module = make_module(nnx.Rngs(key))
         if not isinstance(module, nnx.Module):
             raise TypeError(f"make_module(rngs) must build an nnx.Module; got {type(module).__name__}.")
-        _refuse_state(module, holds)
+        if others := nnx.to_flat_state(nnx.state(module, nnx.Not(holds))):
+            raise ValueError(_state_refused(module, others))
         # Split here: a module that leaves vmap as a pytree no longer knows which of its parameters are the same one.
         graphdef, state = nnx.split(module)
         graphdefs.append(graphdef)
@@ -172,34 +162,63 @@ def trunk_step(module: nnx.Module) -> tuple[TrunkStep, PyTree, PyTree]:
     """Return a stacked module as a pure step, its parameters and its running statistics."""
     graphdef, state = nnx.split(module)
     params, stats = (nnx.to_pure_dict(nnx.filter_state(state, kind)) for kind in (nnx.Param, nnx.BatchStat))
-    return TrunkStep(graphdef, _updates(module)), params, stats
-
-
-def _updates(module: nnx.Module) -> bool:
-    """Return whether a call changes running statistics; in ``eval()`` mode it does not."""
-    return any(
+    updates = any(  # in eval() mode a call changes no running statistics
         not getattr(part, "use_running_average", False)
         for _, part in nnx.iter_modules(module)
         if any(isinstance(value, nnx.BatchStat) for value in vars(part).values())
     )
+    return TrunkStep(graphdef, updates), params, stats
 
 
-def _refuse_state(module: nnx.Module, holds: tuple[type[nnx.Variable], ...]) -> None:
-    """Refuse variables that a layer would change: it is evaluated many times per solve, in any order."""
-    others = nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Any(*holds))))
-    if not others:
-        return
+def _state_refused(module: nnx.Module, others: Sequence[tuple[PyTree, object]]) -> str:
+    """Say why a layer may not have these variables, and what to do instead."""
     listed = ", ".join(f"{'.'.join(map(str, path))} ({type(value).__name__})" for path, value in others)
-    advice = [text for kind, text in _INSTEAD.items() if any(isinstance(value, kind) for _, value in others)]
-    raise ValueError(
-        f"{type(module).__name__} holds more than nnx.Param: {listed}. A layer is evaluated several times per solve, "
-        f"so it must be a pure function of its parameters: {'; '.join(advice or [_OTHERWISE])}."
+    instead = {
+        nnx.BatchStat: "use nn.LayerParallel without a spline, which carries running statistics, or nnx.LayerNorm",
+        nnx.RngState: "build nnx.Dropout(rate) without rngs, let __call__ accept a keyword `key`, and pass "
+        "data=jax.random.split(key, num_layers)",
+    }
+    advice = [text for kind, text in instead.items() if any(isinstance(value, kind) for _, value in others)]
+    return (
+        f"{type(module).__name__} holds more than nnx.Param: {listed}. A layer is evaluated several times per solve, so it must "
+        f"be a pure function of its parameters: {'; '.join(advice) or 'make it an nnx.Param, or compute it in __call__'}."
     )
 
 
-_INSTEAD = {
-    nnx.BatchStat: "use nn.LayerParallel, which carries running statistics, or nnx.LayerNorm, which keeps none",
-    nnx.RngState: "build nnx.Dropout(rate) without rngs, let __call__ accept a keyword `key`, and pass "
-    "data=jax.random.split(key, num_layers)",
-}
-_OTHERWISE = "make it an nnx.Param, or compute it in __call__"
+def parallel(f: Callable[..., PyTree], **options: Any) -> Callable[..., PyTree]:
+    """`lp_jax.parallel` for a function whose arguments hold NNX modules, as ``nnx.jit`` is ``jax.jit`` for such.
+
+    Batch statistics, counters, sown values and random streams that ``f`` changes are changed in the caller's modules. A scan
+    whose carry is such a state is solved as any other.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lp_jax
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> layers = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 16))
+        >>> def loss(layers, x):
+        ...     step = nnx.scan(lambda x, layer: x + 0.1 * nnx.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        ...     return jnp.mean(step(x, layers) ** 2)
+        >>> value, gradient = nnx.value_and_grad(nn.parallel(loss, solver=lp_jax.Picard(sweeps=4)))(layers, jnp.ones((2, 4)))
+        >>> gradient["kernel"].shape
+        (16, 4, 4)
+    """
+
+    @functools.wraps(f)
+    def solved(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        graphdef, state = nnx.split((args, kwargs))
+        made: list[nnx.GraphDef] = []
+
+        def pure(state: nnx.State) -> list[PyTree]:
+            given = nnx.merge(graphdef, state)
+            out = f(*given[0], **given[1])
+            structure, *states = nnx.split((given, out), nnx.Variable, ...)
+            made.append(structure)
+            return states
+
+        states = _parallel.parallel(pure, **options)(state)
+        given, out = nnx.merge(made[-1], *states)
+        nnx.update((args, kwargs), nnx.state(given, nnx.Variable))
+        return out
+
+    return solved

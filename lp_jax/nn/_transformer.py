@@ -9,18 +9,16 @@ a layer is :math:`y + h\, (\varphi_1(y) + \varphi_2(y + \varphi_1(y)))`, or with
 :math:`y + h\, (\varphi_1(y) + \varphi_3(u) + \varphi_2(u + \varphi_3(u)))` where :math:`u = y + \varphi_1(y)`. With
 :math:`h = 1` (``t1`` equal to the number of layers) these are the layers of a standard pre-norm transformer.
 
-States are ``(batch, length, width)``. With ``depth``, the projections that add to the state start smaller in deeper
-networks.
+States are ``(batch, length, width)``.
 
 References:
     Vaswani et al., "Attention is all you need", NeurIPS 2017; Xiong et al., "On layer normalization in the transformer
-    architecture", ICML 2020; Radford et al., "Language models are unsupervised multitask learners", 2019 (the initial
-    scale of projections).
+    architecture", ICML 2020; Radford et al., "Language models are unsupervised multitask learners", 2019 (``depth``).
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,31 +32,24 @@ Mask: TypeAlias = jax.Array | None
 """Visible positions, ``(batch, length)``; None for all."""
 
 
-class _Makers(NamedTuple):
-    """Makers of a layer's parts: a dense layer, one whose result is added to the state, and a layer norm."""
-
-    linear: Callable[[int, int], nnx.Linear]
-    projection: Callable[[int, int], nnx.Linear]
-    norm: Callable[[int], nnx.LayerNorm]
+Linear: TypeAlias = Callable[[int, int], nnx.Linear]
+Norm: TypeAlias = Callable[[int], nnx.LayerNorm]
 
 
 class Attention(nnx.Module):
-    """Multi-head attention of a normalised state to itself, or to a normalised memory, and a projection.
+    """Multi-head attention of a normalised state to itself or to a memory, with query, key and value in one product."""
 
-    Unlike `nnx.MultiHeadAttention`, it computes query, key and value in one product.
-    """
-
-    def __init__(self, width: int, heads: int, make: _Makers, *, cross: bool = False):
+    def __init__(self, width: int, heads: int, norm: Norm, linear: Linear, projection: Linear, cross: bool = False):
         if width % _check.integer("heads", heads, least=1):
             raise ValueError(f"heads must divide the width, {width}; got {heads}.")
         self.heads = heads
-        self.norm = make.norm(width)
+        self.norm = norm(width)
         if cross:
-            self.norm_memory = make.norm(width)
-            self.query, self.key_value = make.linear(width, width), make.linear(width, 2 * width)
+            self.norm_memory = norm(width)
+            self.query, self.key_value = linear(width, width), linear(width, 2 * width)
         else:
-            self.query_key_value = make.linear(width, 3 * width)
-        self.out = make.projection(width, width)
+            self.query_key_value = linear(width, 3 * width)
+        self.out = projection(width, width)
 
     def __call__(
         self, y: jax.Array, memory: jax.Array | None = None, *, mask: jax.Array | None = None, causal: bool = False
@@ -79,10 +70,10 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
     """Two dense layers at each position of the normalised state, GELU between them."""
 
-    def __init__(self, width: int, hidden: int, make: _Makers):
-        self.norm = make.norm(width)
-        self.inner = make.linear(width, hidden)
-        self.outer = make.projection(hidden, width)
+    def __init__(self, width: int, hidden: int, norm: Norm, linear: Linear, projection: Linear):
+        self.norm = norm(width)
+        self.inner = linear(width, hidden)
+        self.outer = projection(hidden, width)
 
     def __call__(self, y: jax.Array) -> jax.Array:
         return self.outer(nnx.gelu(self.inner(self.norm(y)))).astype(y.dtype)
@@ -91,7 +82,7 @@ class FeedForward(nnx.Module):
 class TransformerLayer(nnx.Module):
     """Base of the transformer layers: their parts, and the right-hand sides of encoder and decoder."""
 
-    cross: ClassVar[bool]  # whether the layer attends to a memory
+    cross: ClassVar[bool] = True  # whether the layer attends to a memory
 
     def __init__(
         self,
@@ -110,11 +101,11 @@ class TransformerLayer(nnx.Module):
         linear = functools.partial(nnx.Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         scaled = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
         norm = functools.partial(nnx.LayerNorm, param_dtype=param_dtype, rngs=rngs)
-        make = _Makers(linear, functools.partial(linear, kernel_init=scaled), norm)
-        self.attention = Attention(width, heads, make)
+        make = norm, linear, functools.partial(linear, kernel_init=scaled)
+        self.attention = Attention(width, heads, *make)
         if self.cross:
-            self.cross_attention = Attention(width, heads, make, cross=True)
-        self.feed_forward = FeedForward(width, hidden or 4 * width, make)
+            self.cross_attention = Attention(width, heads, *make, cross=True)
+        self.feed_forward = FeedForward(width, hidden or 4 * width, *make)
         self.dropout = nnx.Dropout(dropout)
 
     def encoder_rhs(self, y: jax.Array, mask: Mask, key: jax.Array | None, *, causal: bool = False) -> jax.Array:
@@ -150,16 +141,13 @@ def _attend_in_double(
 class EncoderLayer(TransformerLayer):
     r"""Self-attention and dense layers, :math:`y + h\, (\varphi_1(y) + \varphi_2(y + \varphi_1(y)))`.
 
-    With ``causal`` it is the layer of a language model. All layers share the padding mask, ``(batch, length)``, True
-    where there is a token: ``trunk(y, shared=mask)``.
+    All layers share the padding mask, ``(batch, length)``, True where there is a token: ``trunk(y, shared=mask)``.
 
     Args:
         width: size of the state at each position.
         heads: number of heads, which must divide ``width``.
         hidden: size of the hidden dense layer; None is four times the width.
-        causal: whether a position sees only itself and earlier positions.
-        split: attention and dense layers as two steps of time h each, :math:`u = y + h \varphi_1(y)`, then
-            :math:`u + h \varphi_2(u)`.
+        causal: whether a position sees only itself and earlier positions, as in a language model.
         dropout: rate of dropout of the terms that are added to the state, in training; needs a ``key`` for each call.
         depth: number of layers of the network, whose projections then start smaller by :math:`1 / \sqrt{2\, depth}`.
 
@@ -178,40 +166,23 @@ class EncoderLayer(TransformerLayer):
 
     cross = False
 
-    def __init__(self, width: int, heads: int, *, causal: bool = False, split: bool = False, **options: Any):
+    def __init__(self, width: int, heads: int, *, causal: bool = False, **options: Any):
         super().__init__(width, heads, **options)
-        self.causal, self.split = causal, split
+        self.causal = causal
 
     def __call__(
         self, y: jax.Array, t: jax.Array, dt: jax.Array, *, shared: Mask = None, key: jax.Array | None = None
     ) -> jax.Array:
-        """Return the state at ``t + dt``. The right-hand side does not depend on ``t``."""
-        if not self.split:
-            return y + dt * self.encoder_rhs(y, shared, key, causal=self.causal)
-        keys = split_key(key, 2)
-        y = y + dt * self.dropout(self.attention(y, mask=shared, causal=self.causal), rngs=keys[0])
-        return y + dt * self.dropout(self.feed_forward(y), rngs=keys[1])
+        return y + dt * self.encoder_rhs(y, shared, key, causal=self.causal)
 
 
 class DecoderLayer(TransformerLayer):
     r"""Causal self-attention, attention to a memory, and dense layers.
 
-    :math:`y + h\, (\varphi_1(y) + \varphi_3(u) + \varphi_2(u + \varphi_3(u)))` with :math:`u = y + \varphi_1(y)`. All layers
-    share ``(memory, memory_mask, mask)``: the memory ``(batch, other length, width)``, which is differentiated, and the
-    visible positions of the memory and of the state, ``(batch, length)`` each; None for all. Arguments and errors are those
-    of `EncoderLayer`, without ``causal`` and ``split``; projections start smaller by :math:`1 / \sqrt{3\, depth}`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> from lp_jax import nn
-        >>> layer = nn.DecoderLayer(16, heads=4, rngs=nnx.Rngs(0))
-        >>> y, memory = jnp.ones((2, 10, 16), "float32"), jnp.ones((2, 7, 16), "float32")
-        >>> layer(y, 0.0, 1.0, shared=(memory, None, None)).shape
-        (2, 10, 16)
+    All layers share ``(memory, memory_mask, mask)``: the memory ``(batch, other length, width)``, and the visible positions of
+    the memory and of the state, ``(batch, length)`` each; None for all. Arguments and errors are those of `EncoderLayer`,
+    without ``causal``; projections start smaller by :math:`1 / \sqrt{3\, depth}`.
     """
-
-    cross = True
 
     def __call__(
         self,
@@ -222,7 +193,6 @@ class DecoderLayer(TransformerLayer):
         shared: tuple[jax.Array, Mask, Mask],
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the state at ``t + dt``. The right-hand side does not depend on ``t``."""
         memory, memory_mask, mask = shared
         return y + dt * self.decoder_rhs(y, memory, memory_mask, mask, key)
 
@@ -242,11 +212,7 @@ class EncoderDecoderLayer(TransformerLayer):
         >>> make = lambda rngs: nn.EncoderDecoderLayer(16, heads=4, encoder_layers=6, rngs=rngs)
         >>> trunk = nn.LayerParallel(make, 12, t1=12.0, rngs=nnx.Rngs(0))
         >>> x, y = trunk((jnp.ones((2, 7, 16), "float32"), jnp.ones((2, 10, 16), "float32")))
-        >>> x.shape, y.shape
-        ((2, 7, 16), (2, 10, 16))
     """
-
-    cross = True
 
     def __init__(self, width: int, heads: int, *, encoder_layers: int, **options: Any):
         super().__init__(width, heads, **options)
@@ -262,13 +228,9 @@ class EncoderDecoderLayer(TransformerLayer):
         key: jax.Array | None = None,
         index: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the state at ``t + dt``. The right-hand side depends on the layer's number, and not on ``t``."""
         (x, y), (x_mask, y_mask) = state, (None, None) if shared is None else shared
-
-        def encode() -> tuple[jax.Array, jax.Array]:
-            return x + dt * self.encoder_rhs(x, x_mask, key), y
-
-        def decode() -> tuple[jax.Array, jax.Array]:
-            return x, y + dt * self.decoder_rhs(y, x, x_mask, y_mask, key)
-
-        return lax.cond(index < self.encoder_layers, encode, decode)
+        return lax.cond(
+            index < self.encoder_layers,
+            lambda: (x + dt * self.encoder_rhs(x, x_mask, key), y),
+            lambda: (x, y + dt * self.decoder_rhs(y, x, x_mask, y_mask, key)),
+        )

@@ -182,9 +182,8 @@ class Checkpoints:
         if stored.pop("checksum", None) != _crc(stored):
             raise ValueError("its description has changed")
         fields, path = _fields(template), self.folder / str(step)
-        arrays = stored["arrays"], described(template)
         difference = first_difference(stored["config"], self.config)
-        if difference := difference or first_difference(*arrays, say=str, missing="absent"):
+        if difference := difference or first_difference(stored["arrays"], described(template)):
             raise CheckpointError(f"the checkpoint {path} is of another model: {difference}.")
         wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fields)
         restored = self._checkpointer.load(step, wanted)

@@ -491,7 +491,7 @@ REFUSED = {
     "": "holds a run already; add --resume",
     "--resume --layers 16": "of another model: layers is 8 there and 16 here",
     "--resume --seed 1": "of another model: seed is 0 there and 1 here",
-    "--resume --model conv": "of another model: model is 'dense' there and 'conv' here",
+    "--resume --model conv": "of another model: model is dense there and conv here",
 }
 
 

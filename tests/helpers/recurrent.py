@@ -23,12 +23,9 @@ def make(implicit, **options):
 
 def weights(gru):
     """Per unit: input kernel and bias, recurrent kernel and bias."""
-    parts = (
-        zip(gru["inputs"].values(), gru["recurrent"].values(), strict=True)
-        if not isinstance(gru, nn.GRU)
-        else zip(gru.inputs, gru.recurrent, strict=True)
-    )
-    return [tuple(part[name][...] for part in pair for name in ("kernel", "bias")) for pair in parts]
+    params = nnx.to_pure_dict(nnx.state(gru) if isinstance(gru, nn.GRU) else gru)
+    parts = zip(params["inputs"].values(), params["recurrent"].values(), strict=True)
+    return [tuple(part[name] for part in pair for name in ("kernel", "bias")) for pair in parts]
 
 
 def loop(weights, x, implicit, lengths, dt=0.7):

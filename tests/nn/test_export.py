@@ -1,40 +1,29 @@
 """Layers one by one, and files of parameters."""
 
-import builtins
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 from networks import F64, BatchNormed, normal
 
 import lp_jax
 from lp_jax import nn
 
-pytest.importorskip("safetensors", reason="the extra lp_jax[nn] is not installed")
-
 LAYERS, WIDTH = 6, 5
-GRID = (0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.1)
 
 
 def dense(rngs):
     return nn.DenseResidual(WIDTH, hidden=7, param_dtype=F64, rngs=rngs)
 
 
-def make_trunk(make=dense, **options):
-    return nn.LayerParallel(make, LAYERS, **({"t1": 2.0, "rngs": nnx.Rngs(0)} | options))
-
-
-def make_model(rngs=None):
-    rngs = rngs or nnx.Rngs(1)
-    return nn.Classifier(
-        nn.DenseOpening((4,), WIDTH, param_dtype=F64, rngs=rngs),
-        make_trunk(rngs=rngs),
-        nn.DenseClosing((WIDTH,), 3, hidden=6, param_dtype=F64, rngs=rngs),
-    )
+def make_model(seed):
+    rngs = nnx.Rngs(seed)
+    closing = nn.DenseClosing((WIDTH,), 3, hidden=6, param_dtype=F64, rngs=rngs)
+    return nn.Classifier(lambda x: x, nn.LayerParallel(BatchNormed, LAYERS, rngs=rngs), closing)
 
 
 def assert_same(got, wanted):
@@ -45,20 +34,14 @@ def assert_same(got, wanted):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-# --------------------------------------------------------------------------------------------------------------- layer by layer
-
-
 def test_exported_layers_run_in_numpy():
-    trunk = make_trunk(t0=0.5)
+    trunk = nn.LayerParallel(dense, LAYERS, t0=0.5, t1=2.0, rngs=nnx.Rngs(0))
     trunk.layers.inner.bias[...] = normal((LAYERS, 7), 3)
     y = u = np.asarray(normal((3, WIDTH)))
     for layer in jax.tree.map(np.asarray, nn.unstack(trunk)):
         hidden = np.tanh(u @ layer["inner"]["kernel"] + layer["inner"]["bias"])
         u = u + 1.5 / LAYERS * (hidden @ layer["outer"]["kernel"] + layer["outer"]["bias"])
     np.testing.assert_allclose(trunk.solve(jnp.asarray(y), solver=lp_jax.Serial()).y1, u, rtol=1e-14)
-
-
-# ------------------------------------------------------------------------------------------------------------------------ files
 
 
 @pytest.fixture
@@ -72,35 +55,28 @@ def header(file):
 
 
 def test_a_model_comes_back_bit_for_bit(file):
-    model, other, x = make_model(), make_model(nnx.Rngs(7)), normal((3, 4))
+    model, other = make_model(1), make_model(7)
+    model.trunk.layers.norm.mean[...] = normal((LAYERS, WIDTH))
     nn.save(file, model)
-    layers = ("opening.linear", "trunk.layers.inner", "trunk.layers.outer", "closing.layers.0", "closing.layers.1")
-    assert set(header(file)) == {f"{layer}.{kind}" for layer in layers for kind in ("bias", "kernel")}
+    layers = ("trunk.layers.linear", "closing.layers.0", "closing.layers.1")
+    names = {f"{layer}.{kind}" for layer in layers for kind in ("bias", "kernel")}
+    assert set(header(file)) == names | {f"trunk.layers.norm.{kind}" for kind in ("bias", "scale", "mean", "var")}
     params = nnx.to_pure_dict(nnx.state(model))
     for like in (None, params, model, nnx.state(other), jax.eval_shape(lambda: params)):
         assert_same(nn.load(file, like=like), params)
     nnx.update(other, nn.load(file, like=other))
-    np.testing.assert_array_equal(other(x), model(x))
+    assert_same(nnx.to_pure_dict(nnx.state(other)), params)
     nn.save(file, {"w": jnp.ones(2)})  # replaces the file
     assert_same(nn.load(file), {"w": jnp.ones(2)})
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_running_statistics_are_saved_too(file):
-    trunk = make_trunk(BatchNormed)
-    trunk.layers.norm.mean[...] = normal((LAYERS, WIDTH))
-    nn.save(file, trunk)
-    other = make_trunk(BatchNormed, rngs=nnx.Rngs(9))
-    nnx.update(other, nn.load(file, like=other))
-    assert_same(nnx.to_pure_dict(nnx.state(other)), nnx.to_pure_dict(nnx.state(trunk)))
-
-
-DTYPES = ["bool", "int8", "uint16", "int32", "uint64", "float16", "bfloat16", "float32", "float64", "complex64"]
+DTYPES = ["int8", "uint16", "int32", "uint64", "float16", "bfloat16", "float32", "float64", "complex64"]
 
 
 def test_all_dtypes_and_shapes(file):
     bits = np.random.default_rng(0).integers(0, 255, 24 * 8, np.uint8).tobytes()
-    params = {name: jnp.asarray(np.frombuffer(bits, name, 24).reshape(2, 3, 4)) for name in DTYPES if name != "bool"}
+    params = {name: jnp.asarray(np.frombuffer(bits, name, 24).reshape(2, 3, 4)) for name in DTYPES}
     params |= {"bool": jnp.asarray([True, False]), "scalar": jnp.asarray(2.5), "empty": jnp.zeros((0, 3))}
     params |= {"nested": {3: jnp.ones(1)}, "transposed": np.arange(6.0).reshape(2, 3).T}  # which is not contiguous
     nn.save(file, params)
@@ -114,15 +90,8 @@ def test_lists_and_tuples_have_numbers_for_names(file):
     assert set(header(file)) == {f"layers.{i}.{j}" for i in (0, 1) for j in (0, 1)}
     assert_same(nn.load(file, like=params), params)
     assert_same(nn.load(file)["layers"][1], {0: jnp.ones(1), 1: jnp.zeros(1)})
-
-
-def test_files_of_other_programs_are_read(file):
-    from safetensors.numpy import load_file, save_file
-
-    save_file({"encoder.0.weight": np.ones((2, 3), np.float32)}, file, metadata={"format": "pt"})
-    assert_same(nn.load(file), {"encoder": {0: {"weight": jnp.ones((2, 3), jnp.float32)}}})
-    nn.save(file, {"a": {"b": jnp.ones(3)}})
-    np.testing.assert_array_equal(load_file(file)["a.b"], np.ones(3))
+    safetensors.numpy.save_file({"encoder.0.weight": np.ones((2, 3))}, file, metadata={"format": "pt"})
+    assert_same(nn.load(file), {"encoder": {0: {"weight": jnp.ones((2, 3))}}})
 
 
 @pytest.mark.parametrize(
@@ -146,32 +115,22 @@ PARAMS = {"inner": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
 
 
 @pytest.mark.parametrize(
-    ("like", "message"),
+    ("inner", "message"),
     [
-        (
-            {"inner": PARAMS["inner"] | {"scale": jnp.ones(3)}},
-            r"inner.scale is absent in the file and float64\[3\] in `like`",
-        ),
-        ({"inner": {"kernel": jnp.ones((2, 3))}}, r"inner.bias is float64\[3\] in the file and absent in `like`"),
-        (
-            {"inner": {"kernel": jnp.ones((2, 4)), "bias": jnp.ones(3)}},
-            r"inner.kernel is float64\[2, 3\] in the file and float64\[2, 4\] in",
-        ),
-        (
-            jax.tree.map(lambda x: x.astype("float32"), PARAMS),
-            r"inner.bias is float64\[3\] in the file and float32\[3\] in `like`",
-        ),
+        ({"scale": jnp.ones(3)}, r"inner.scale is absent there and float64\[3\] here"),
+        ({"kernel": jnp.ones((2, 4))}, r"inner.kernel is float64\[2, 3\] there and float64\[2, 4\] here"),
+        ({"bias": jnp.ones(3, "float32")}, r"inner.bias is float64\[3\] there and float32\[3\] here"),
     ],
 )
-def test_parameters_of_another_network_are_refused(file, like, message):
+def test_parameters_of_another_network_are_refused(file, inner, message):
     nn.save(file, PARAMS)
     with pytest.raises(ValueError, match=message):
-        nn.load(file, like=like)
+        nn.load(file, like={"inner": PARAMS["inner"] | inner})
+    with pytest.raises(ValueError, match=r"inner.bias is float64\[3\] there and absent here"):
+        nn.load(file, like={"inner": {"kernel": PARAMS["inner"]["kernel"]}})
 
 
 def test_bad_files_are_refused(file):
-    from safetensors.numpy import save
-
     with pytest.raises(FileNotFoundError, match=r"no file .*params.safetensors"):
         nn.load(file)
     nn.save(file, PARAMS)
@@ -180,29 +139,10 @@ def test_bad_files_are_refused(file):
         file.write_bytes(data)
         with pytest.raises(ValueError, match=r"params\.safetensors is not a file of safetensors, or is incomplete: "):
             nn.load(file)
-    file.write_bytes(save({"w": np.ones(2), "w.b": np.ones(2)}))
+    file.write_bytes(safetensors.numpy.save({"w": np.ones(2), "w.b": np.ones(2)}))
     with pytest.raises(ValueError, match=r"a part of the name w\.b is the name of another array"):
         nn.load(file)
-
-
-def test_float64_is_not_cut(file):
     nn.save(file, PARAMS)
     wanted = r'float64.*jax.config.update\("jax_enable_x64", True\)'
     with jax.enable_x64(False), pytest.raises(ValueError, match=wanted):
         nn.load(file)
-
-
-def test_without_safetensors_the_extra_is_named(file, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "safetensors"]:
-        monkeypatch.delitem(sys.modules, name)
-    real = builtins.__import__
-
-    def absent(name, *arguments, **options):
-        if name.split(".")[0] == "safetensors":
-            raise ModuleNotFoundError(name)
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    for call in (lambda: nn.save(file, PARAMS), lambda: nn.load(file)):
-        with pytest.raises(ImportError, match=r'pip install "lp_jax\[nn\]"'):
-            call()

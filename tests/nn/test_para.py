@@ -6,7 +6,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
@@ -123,53 +122,3 @@ def test_refusals():
         nn.ParaLSTM(3, 0, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="solver"):
         nn.ParaGRU(3, 4, solver="newton", rngs=nnx.Rngs(0))
-
-
-LENGTH, WIDTH = 32, 16
-
-
-class Counter(nnx.Module):
-    """Says after every bit whether there was an odd number of ones."""
-
-    def __init__(self, rngs):
-        solver = lp_jax.Newton(jacobian="diagonal", iterations=LENGTH, rtol=1e-4)
-        self.cell = nn.ParaGRU(1, WIDTH, solver=solver, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
-
-    def __call__(self, bits):
-        return self.head(self.cell(2 * bits[..., None] - 1))[..., 0]
-
-
-@pytest.mark.usefixtures("standard_promotion")
-def test_parity_of_32_bits_is_learnt():
-    graph, params = nnx.split(Counter(nnx.Rngs(0)))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-2))
-
-    def loss(params, bits):
-        scores = nnx.merge(graph, params)(bits)
-        return jnp.mean(optax.sigmoid_binary_cross_entropy(scores, jnp.cumsum(bits, axis=1) % 2))
-
-    def update(training, bits):
-        params, slots = training
-        updates, slots = optimizer.update(jax.grad(loss)(params, bits), slots)
-        return (optax.apply_updates(params, updates), slots), None
-
-    @jax.jit
-    def trained(training, batches, bits):
-        """And which part of other bits is right by a loop."""
-        training, _ = jax.lax.scan(update, training, batches)
-        model = nnx.merge(graph, training[0])
-        states = model.cell.solve(2 * bits[..., None] - 1, solver=lp_jax.Serial()).aux
-        scores = model.head(states)[..., 0].swapaxes(0, 1)
-        return training, jnp.mean((scores > 0) == (jnp.cumsum(bits, axis=1) % 2 > 0))
-
-    rng = np.random.default_rng(0)
-
-    def draw(*examples):
-        return rng.integers(0, 2, size=(*examples, LENGTH)).astype(np.float32)
-
-    training, found = (params, optimizer.init(params)), []
-    while found[-4:] != [1.0] * 4 and len(found) < 20:
-        training, right = trained(training, draw(25, 32), draw(256))
-        found.append(float(right))
-    assert found[-4:] == [1.0] * 4

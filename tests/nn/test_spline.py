@@ -31,9 +31,6 @@ def params_of(trunk):
     return nnx.to_pure_dict(nnx.state(trunk.layers))
 
 
-# ------------------------------------------------------------------------------------------------------------------ B-splines
-
-
 def reference(coefficients, degree, t):
     """All basis functions at ``t`` in [0, 1], by SciPy."""
     spans = coefficients - degree
@@ -56,32 +53,6 @@ def test_the_basis_is_that_of_scipy(coefficients, degree):
     np.testing.assert_allclose(spline.basis(3.0 + 5.0 * np.arange(13)), spline.basis(12), atol=1e-14)
     middle = (GRID[1:] + GRID[:-1]) / 2 / GRID[-1]
     np.testing.assert_allclose(spline.basis(GRID.tolist()), reference(coefficients, degree, middle), atol=1e-14)
-
-
-def test_degree_zero_repeats():
-    np.testing.assert_array_equal(nn.Spline(coefficients=8, degree=0).basis(8), np.eye(8))
-    np.testing.assert_array_equal(nn.Spline(coefficients=7, degree=0).basis(21), np.repeat(np.eye(7), 3, axis=0))
-
-
-def order(errors):
-    return np.log2(errors[:-1] / np.asarray(errors[1:]))
-
-
-def test_midpoints_are_means_to_second_order():
-    """The reason for midpoints: left ends are one order worse."""
-    spline = nn.Spline(coefficients=6, degree=3)
-    knots = np.r_[[0.0] * 3, np.linspace(0, 1, 4), [1.0] * 3]
-    integral = scipy.interpolate.BSpline(knots, np.eye(6), 3).antiderivative()
-    errors = {"middle": [], "left": []}
-    for n in (32, 64, 128):
-        means = n * np.diff(integral(np.arange(n + 1) / n), axis=0)
-        errors["middle"].append(np.abs(spline.basis(n) - means).max())
-        errors["left"].append(np.abs(reference(6, 3, np.arange(n) / n) - means).max())
-    np.testing.assert_allclose(order(errors["middle"]), 2, atol=0.1)
-    np.testing.assert_allclose(order(errors["left"]), 1, atol=0.1)
-
-
-# ------------------------------------------------------------------------------------------------------- networks with splines
 
 
 def loop(params, spline, y, times):
@@ -125,14 +96,9 @@ def test_gradients_are_those_of_a_loop(comm, coefficients, degree):
 def test_every_device_makes_the_weights_of_its_own_layers():
     """No array of all layers in the program of a device, forward or backward."""
     layers, width = 16, 7
-    trunk = nn.LayerParallel(
-        lambda rngs: nn.DenseResidual(width, param_dtype=F64, rngs=rngs),
-        layers,
-        weights=nn.Spline(coefficients=5),
-        solver=ROUGH,
-        comm=mesh(),
-        rngs=nnx.Rngs(0),
-    )
+    make = lambda rngs: nn.DenseResidual(width, param_dtype=F64, rngs=rngs)  # noqa: E731
+    spline = nn.Spline(coefficients=5)
+    trunk = make_trunk(make=make, num_layers=layers, weights=spline, solver=ROUGH, comm=mesh())
     graphdef, state = nnx.split(trunk)
     gradient = jax.jit(jax.grad(lambda state, y: jnp.sum(nnx.merge(graphdef, state)(y))))
     text = compiled(gradient.lower(state, normal((3, width)))).as_text()
@@ -153,36 +119,12 @@ def test_low_precision_is_not_that_of_the_basis():
         np.testing.assert_array_equal(layer["inner"]["bias"], trunk.layers.inner.bias[0])
 
 
-FOUR, ONES = nn.Spline(coefficients=4), jnp.ones((3, WIDTH))
-
-
 class Normed(nnx.Module):
     def __init__(self, rngs):
         self.norm = nn.BatchNorm(WIDTH, param_dtype=F64, rngs=rngs)
 
     def __call__(self, y, t, dt):
         return y + dt * self.norm(y)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: nn.Spline(coefficients=3), ValueError, r"at least degree \+ 1 = 4, as many as a polynomial.*got 3"),
-        (lambda: nn.Spline(coefficients=3, degree=-1), ValueError, "degree must be at least 0; got -1"),
-        (lambda: nn.Spline(coefficients=3.0, degree=1), TypeError, "coefficients must be an integer"),
-        (lambda: make_trunk(weights=nn.Spline(coefficients=9)), ValueError, "more coefficients than.*num_layers=8"),
-        (lambda: make_trunk(weights="spline"), TypeError, r"weights must be None or a spline, like nn.Spline"),
-        (lambda: make_trunk(make=Normed, weights=FOUR), ValueError, "not for layers with running statistics"),
-        (lambda: FOUR.basis(0), ValueError, "layers must be at least 1"),
-        (lambda: make_trunk(weights=FOUR, t1=[0.0, 1, 2])(ONES), ValueError, "t1 must be a scalar, or the 9 times"),
-    ],
-)
-def test_bad_splines_are_refused(build, error, message):
-    with pytest.raises(error, match=message), jax.numpy_dtype_promotion("standard"):
-        build()
-
-
-# ------------------------------------------------------------------------------------------------------------------ refinement
 
 
 def test_refined_lists():
@@ -202,24 +144,16 @@ def test_refined_lists():
     assert low["w"].dtype == jnp.bfloat16
 
 
+def order(errors):
+    return np.log2(errors[:-1] / np.asarray(errors[1:]))
+
+
 def curve(t):
     return np.sin(2 * t) + 0.3 * t**2
 
 
 def middles(n):
     return (np.arange(n) + 0.5) / n
-
-
-@pytest.mark.parametrize(("how", "wanted"), [("constant", 1), ("linear", 2)])
-@pytest.mark.parametrize("factor", [2, 3])
-def test_order_of_refined_weights(how, wanted, factor):
-    errors, refined = [], jax.jit(lambda x: nn.refine(x, factor, how))
-    for n in (16, 32, 64):
-        errors.append(np.abs(refined(curve(middles(n))) - curve(middles(factor * n))).max())
-    np.testing.assert_allclose(order(errors), wanted, atol=0.1)
-    if how == "linear":  # exact for what is linear in depth, up to both ends
-        got = refined(2 + 3 * middles(7))
-        np.testing.assert_allclose(got, 2 + 3 * middles(7 * factor), rtol=1e-14)
 
 
 class Rate(nnx.Module):
@@ -290,23 +224,30 @@ def test_running_statistics_are_repeated(standard_promotion):
     np.testing.assert_array_equal(finer.layers.norm.var[...], np.repeat(trunk.layers.norm.var[...], 2, axis=0))
 
 
+FOUR, MODEL = nn.Spline(coefficients=4), nn.Classifier(lambda x: x, make_trunk(), lambda y: y)
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("build", "error", "message"),
     [
-        (lambda: nn.refine(jnp.ones(4), 0), ValueError, "factor must be at least 1"),
+        (lambda: nn.Spline(coefficients=3), ValueError, r"at least degree \+ 1 = 4, as many as a polynomial.*got 3"),
+        (lambda: nn.Spline(coefficients=3, degree=-1), ValueError, "degree must be at least 0; got -1"),
+        (lambda: nn.Spline(coefficients=3.0, degree=1), TypeError, "coefficients must be an integer"),
+        (lambda: make_trunk(weights=nn.Spline(coefficients=9)), ValueError, "more coefficients than.*num_layers=8"),
+        (lambda: make_trunk(weights="spline"), TypeError, r"weights must be None or a spline, like nn.Spline"),
         (
-            lambda: nn.refine(jnp.ones(4), how="cubic"),
+            lambda: make_trunk(make=Normed, weights=FOUR),
             ValueError,
-            "how must be 'constant' or 'linear' or 'zeros'; got 'cubic'",
+            "LayerParallel without a spline, which carries running",
         ),
+        (lambda: FOUR.basis(0), ValueError, "layers must be at least 1"),
+        (lambda: make_trunk(weights=FOUR, t1=[0.0, 1, 2])(normal((3, 5))), ValueError, "t1 must be a scalar, or the 9"),
+        (lambda: nn.refine(jnp.ones(4), 0), ValueError, "factor must be at least 1"),
+        (lambda: nn.refine(jnp.ones(4), how="cubic"), ValueError, "how must be 'constant' or 'linear' or 'zeros'; got"),
         (lambda: nn.refine({"a": jnp.ones(4), "b": jnp.ones(3)}), ValueError, "one leading length"),
-        (
-            lambda: nn.refine(nn.Classifier(lambda x: x, make_trunk(), lambda y: y)),
-            TypeError,
-            "got Classifier. Take the trunk that it holds: model.trunk = nn.refine",
-        ),
+        (lambda: nn.refine(MODEL), TypeError, "got Classifier. Take the trunk that it holds: model.trunk = nn.refine"),
     ],
 )
-def test_bad_refinements_are_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_bad_input_is_refused(build, error, message):
+    with pytest.raises(error, match=message), jax.numpy_dtype_promotion("standard"):
+        build()

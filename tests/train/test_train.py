@@ -220,8 +220,8 @@ def test_a_checkpoint_of_another_model_is_refused(state, tmp_path):
         saved.save(state)
     for other, template, difference in (
         (config | {"layers": 32}, state, "layers is 16 there and 32 here"),
-        (config | {"norm": "layer"}, state, "norm is None there and 'layer' here"),
-        ({"layers": LAYERS}, state, "seed is 0 there and None here"),
+        (config | {"norm": "layer"}, state, "norm is absent there and layer here"),
+        ({"layers": LAYERS}, state, "seed is 0 there and absent here"),
         (config, wider, r"params/closing is float64\[3, 1\] there and float64\[4, 1\] here"),
     ):
         with checkpoints(tmp_path, other) as saved, pytest.raises(train.CheckpointError, match=difference) as caught:
