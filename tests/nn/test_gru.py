@@ -1,4 +1,4 @@
-"""Recurrent networks: against a plain loop with every gate written out; over devices and ranks in `architectures`."""
+"""Recurrent networks: against a plain loop with every gate written out; over devices in test_nn.py."""
 
 import math
 
@@ -32,19 +32,6 @@ def test_states_and_gradients_are_those_of_a_loop_with_every_gate(solver, implic
     wanted_value, wanted = LOOP(weights(gru), X, implicit, lengths)
     assert_close((weights(got[0]), got[1]), wanted)
     np.testing.assert_allclose(value, wanted_value, rtol=1e-12)
-
-
-def test_one_explicit_unit_with_a_step_of_one_is_the_usual_unit():
-    torch = pytest.importorskip("torch", reason="the unit that all others are compared with is torch's")
-    gru = make(implicit=False, dt=1.0, solver=lp_jax.Serial())
-    theirs = torch.nn.GRU(FEATURES, HIDDEN, UNITS, batch_first=True).double()
-    with torch.no_grad():
-        for kind, parts in (("ih", gru.inputs), ("hh", gru.recurrent)):
-            for number, part in enumerate(parts):
-                getattr(theirs, f"weight_{kind}_l{number}").copy_(torch.tensor(np.array(part.kernel[...]).T.copy()))
-                getattr(theirs, f"bias_{kind}_l{number}").copy_(torch.tensor(np.array(part.bias[...])))
-        _, h = theirs(torch.tensor(np.array(X)))
-    np.testing.assert_allclose(np.stack(gru(X)), h.numpy(), rtol=1e-12)
 
 
 @pytest.mark.parametrize(("at_once", "together"), [(math.inf, STEPS), (1, 4), (6, 6)])
@@ -90,6 +77,8 @@ def test_a_recurrent_step_with_a_gradient_of_its_own():
         (lambda rngs: nn.GRU(0, 4, rngs=rngs), ValueError, "features must be at least 1; got 0"),
         (lambda rngs: nn.GRU(3, 4, units=1.5, rngs=rngs), TypeError, "units must be an integer"),
         (lambda rngs: nn.GRU(3, 4, solver="MGRIT", rngs=rngs), TypeError, "solver must be a solver"),
+        (lambda rngs: nn.ParaLSTM(3, 0, rngs=rngs), ValueError, "hidden must be at least 1; got 0"),
+        (lambda rngs: nn.ParaGRU(3, 4, rngs=rngs)(jnp.ones((2, 7))), ValueError, r"ParaGRU takes .* got \(2, 7\)"),
         (
             lambda rngs: nn.GRU(3, 4, rngs=rngs)(jnp.ones((2, 8, 5), "float32")),
             ValueError,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
+from networks import mesh
 
 import lp_jax
 from lp_jax import nn
@@ -99,9 +99,8 @@ def test_four_iterations_at_the_start_whatever_the_length():
 
 
 def test_over_devices():
-    mesh = Mesh(np.array(jax.devices()[:3]), ("layers",))
     x = sequences(50)
-    alone, spread = make("lstm", solver=NEWTON), make("lstm", solver=NEWTON, comm=lp_jax.MeshComm(mesh))
+    alone, spread = make("lstm", solver=NEWTON), make("lstm", solver=NEWTON, comm=mesh(3))
     wanted, got = value_and_gradient(alone, x), value_and_gradient(spread, x)
     np.testing.assert_allclose(got[0], wanted[0], rtol=1e-12)
     chex.assert_trees_all_close(jax.tree.leaves(got[1]), jax.tree.leaves(wanted[1]), rtol=1e-9, atol=1e-11)
@@ -112,13 +111,3 @@ def test_a_sequence_in_two_parts():
     first = cell.solve(x[:, :10])
     rest = cell(x[:, 10:], first.y1)
     np.testing.assert_allclose(jnp.concatenate([first.aux.swapaxes(0, 1), rest], axis=1), cell(x), rtol=1e-13)
-
-
-def test_refusals():
-    cell = make("gru")
-    with pytest.raises(ValueError, match=r"ParaGRU takes sequences of 3 features, \(batch, time, 3\); got \(2, 7\)"):
-        cell(jnp.ones((2, 7)))
-    with pytest.raises(ValueError, match="hidden must be at least 1; got 0"):
-        nn.ParaLSTM(3, 0, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="solver"):
-        nn.ParaGRU(3, 4, solver="newton", rngs=nnx.Rngs(0))
