@@ -57,11 +57,9 @@ class Spline:
 
         Example:
             >>> from lp_jax import nn
-            >>> nn.Spline(coefficients=3, degree=1).basis(4)
-            array([[0.75, 0.25, 0.  ],
-                   [0.25, 0.75, 0.  ],
-                   [0.  , 0.75, 0.25],
-                   [0.  , 0.25, 0.75]])
+            >>> nn.Spline(coefficients=3, degree=1).basis(2)
+            array([[0.5, 0.5, 0. ],
+                   [0. , 0.5, 0.5]])
         """
         from scipy.interpolate import BSpline  # here: it takes a third of the time of importing lp_jax.nn
 
@@ -122,8 +120,8 @@ class LayerParallel(Solved):
         ...     lambda rngs: nn.DenseResidual(8, rngs=rngs), 32, t1=2.0, solver=lp_jax.MGRIT(levels=3), rngs=nnx.Rngs(0)
         ... )
         >>> y = jnp.ones((4, 8), "float32")
-        >>> trunk(y).shape, trunk.layers.inner.kernel.shape
-        ((4, 8), (32, 8, 8))
+        >>> trunk(y).shape, trunk.layers.inner.kernel.shape, len(nn.unstack(trunk))
+        ((4, 8), (32, 8, 8), 32)
         >>> solution, pullback = trunk.solve_vjp(y, solver=lp_jax.Picard(sweeps=3))
         >>> y_cotangent, adjoint_stats = pullback(solution.y1)
         >>> int(adjoint_stats.iterations)

@@ -31,6 +31,11 @@ class BatchNorm(nnx.BatchNorm):
     """`nnx.BatchNorm` with all its options, running statistics in the dtype of its parameters.
 
     In a layer of `LayerParallel` the final sweep of the solve updates the running statistics.
+
+    Example:
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> norm = nn.BatchNorm(3, momentum=0.9, rngs=nnx.Rngs(0))
     """
 
     def __init__(self, features: int, **options: Any):

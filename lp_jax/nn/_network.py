@@ -1,5 +1,6 @@
 """Blocks of layers with other layers between them, and between an opening and a closing layer."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,8 +29,9 @@ class Network(nnx.Module):
         >>> rngs = nnx.Rngs(0)
         >>> block = lambda channels: nn.LayerParallel(lambda rngs: nn.ConvResidual(channels, rngs=rngs), 16, rngs=rngs)
         >>> trunk = nn.Network(block(4), nn.ConvTransition(4, 8, rngs=rngs), block(8))
-        >>> trunk(jnp.ones((2, 8, 8, 4), "float32")).shape
-        (2, 4, 4, 8)
+        >>> model = nn.Classifier(nn.ConvOpening(1, 4, rngs=rngs), trunk, nn.PoolClosing((4, 4, 8), 10, rngs=rngs))
+        >>> model(jnp.ones((2, 8, 8, 1), "float32")).shape
+        (2, 10)
     """
 
     def __init__(self, *parts: Any):
@@ -118,7 +120,9 @@ def _combined(y: State, solutions: Sequence[Solution]) -> Solution:
 def _combined_stats(stats: Sequence[Stats]) -> Stats:
     length = max(len(s.residual_norms) for s in stats)
     padded = [s._replace(residual_norms=jnp.pad(s.residual_norms, (0, length - len(s.residual_norms)))) for s in stats]
-    return combined_stats(jax.tree.map(lambda *leaves: jnp.stack(leaves), *padded))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *padded)
+    add, largest = (functools.partial(jax.tree.map, functools.partial(f, axis=0)) for f in (jnp.sum, jnp.max))
+    return combined_stats(stacked, add, largest)
 
 
 class Classifier(nnx.Module):

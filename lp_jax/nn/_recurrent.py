@@ -267,9 +267,9 @@ class ParaGRU(_Cell):
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> from lp_jax import nn
-        >>> cell = nn.ParaGRU(3, 16, rngs=nnx.Rngs(0))
-        >>> cell(jnp.ones((4, 512, 3), "float32")).shape
-        (4, 512, 16)
+        >>> lower, upper = nn.ParaGRU(3, 16, rngs=nnx.Rngs(0)), nn.ParaLSTM(16, 8, rngs=nnx.Rngs(1))
+        >>> upper(lower(jnp.ones((4, 512, 3), "float32"))).shape
+        (4, 512, 8)
 
     Reference:
         Danieli, Rodriguez, Sarabia, Suau, Zappella, "ParaRNN: unlocking parallel training of nonlinear RNNs for large

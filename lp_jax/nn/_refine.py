@@ -16,7 +16,7 @@ from lp_jax.nn._layer_parallel import LayerParallel, end_times, midpoints, refus
 
 
 def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
-    r"""Replace each layer of a trained network by ``factor`` layers, each 1 / ``factor`` as long, for a deeper network.
+    r"""Replace each layer of a network by ``factor`` layers, each 1 / ``factor`` as long; see `lp_jax.train.deepen`, too.
 
     The layers are steps of an ODE over [t0, t1], so the output changes by :math:`O(\Delta t)`, the distance of the network from
     the ODE's solution. Piecewise linear weights are closer to a smooth function of depth than piecewise constant ones.
@@ -28,8 +28,6 @@ def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
         how: "constant"; "linear" between the layers' midpoints, extrapolated to both ends; or "zeros", which keeps each layer and
             its length, puts layers of zeros after it, and makes the time longer: if a layer of zeros returns its state, the
             network stays the same function.
-
-    `lp_jax.train.deepen` refines the state of an optimizer, too.
 
     Raises:
         ValueError: if the factor is below 1, ``how`` is unknown, or layers would have to move between MPI ranks, as for

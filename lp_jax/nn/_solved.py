@@ -1,7 +1,6 @@
 """The base of modules whose layers are solved: their solvers and workers."""
 
 import abc
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -95,13 +94,7 @@ class Solved(nnx.Module, abc.ABC):
         return self.comm.share(self.comm.replicate(jnp.swapaxes(x, 0, 1)), self.placing_solvers())
 
 
-sum_stacked = functools.partial(jax.tree.map, functools.partial(jnp.sum, axis=0))
-max_stacked = functools.partial(jax.tree.map, functools.partial(jnp.max, axis=0))
-
-
-def combined_stats(
-    stats: Stats, add: Callable[[PyTree], PyTree] = sum_stacked, largest: Callable[[PyTree], PyTree] = max_stacked
-) -> Stats:
+def combined_stats(stats: Stats, add: Callable[[PyTree], PyTree], largest: Callable[[PyTree], PyTree]) -> Stats:
     """Return the stats of several solves as those of one; the norm of an iteration is over all solves that made it.
 
     A norm counts as not measured if one of these solves did not measure its own. ``add`` and ``largest`` reduce over the solves:

@@ -158,9 +158,10 @@ class EncoderLayer(TransformerLayer):
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> from lp_jax import nn
-        >>> layer = nn.EncoderLayer(16, heads=4, rngs=nnx.Rngs(0))
-        >>> mask = jnp.arange(10)[None] < jnp.asarray([10, 7])[:, None]
-        >>> layer(jnp.ones((2, 10, 16), "float32"), 0.0, 1.0, shared=mask).shape
+        >>> layer, decoder = (make(16, heads=4, rngs=nnx.Rngs(0)) for make in (nn.EncoderLayer, nn.DecoderLayer))
+        >>> y, mask = jnp.ones((2, 10, 16), "float32"), jnp.arange(10)[None] < jnp.asarray([10, 7])[:, None]
+        >>> memory = layer(y, 0.0, 1.0, shared=mask)
+        >>> decoder(y, 0.0, 1.0, shared=(memory, mask, None)).shape
         (2, 10, 16)
     """
 
