@@ -58,25 +58,17 @@ class Timeline(NamedTuple):
     end: float
 
 
-def schedule(
-    solver: Solver,
-    num_layers: int,
-    *,
-    workers: int = 8,
-    adjoint_solver: Solver | None = None,
-    at_once: float = 1,
-) -> Figure:
+def schedule(solver: Solver, num_layers: int, *, workers: int = 8, adjoint_solver: Solver | None = None) -> Figure:
     """Draw the work of each worker over time in a training step, value and gradient.
 
-    Time counts evaluations of a layer, as `lp_jax.planning.training_step` does. Messages take no time. With a tolerance, the
-    largest number of iterations is drawn.
+    Time counts evaluations of a layer, as `lp_jax.planning.training_step` does: of one after another if the solver's
+    ``at_once`` is "auto". Messages take no time. With a tolerance, the largest number of iterations is drawn.
 
     Args:
         solver: solver of the forward solve.
         num_layers: number of layers, on all workers.
         workers: number of workers that the layers are spread over.
         adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``, as in `lp_jax.solve`.
-        at_once: number of layers that a worker evaluates at once, in the time of one, for a solver with ``at_once="auto"``.
 
     Raises:
         ValueError: for fewer than one layer or worker.
@@ -92,8 +84,8 @@ def schedule(
         if number < 1:
             raise ValueError(f"{name} must be at least 1; got {number}.")
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
-    there, back = timelines((solver, adjoint_solver), num_layers, workers, at_once=at_once)
-    serially = sum(line.end for line in timelines((Serial(), Serial()), num_layers, 1, at_once=at_once))
+    there, back = timelines((solver, adjoint_solver), num_layers, workers)
+    serially = sum(line.end for line in timelines((Serial(), Serial()), num_layers, 1))
     total = there.end + back.end
     title = f"A training step in {total:g} layer evaluations on {numbered(workers, 'worker')}, {serially:g} serially"
     fig = figure(title, width=13, height=2.6 + min(6.5, 0.55 * (workers + 1)))
@@ -125,7 +117,7 @@ def schedule(
     if there.messages or back.messages:
         handles += ax.plot([], [], color=INK, marker="v", linewidth=1.4, label="message")
     legend(ax, "above", handles=handles, ncols=4, columnspacing=1.4)
-    turns = "one after another" if at_once == 1 else "at once"
+    turns = "one after another" if solver.at_once in ("auto", 1) else "at once"
     text = f"Forward: {summary(solver)}. Adjoint: {summary(adjoint_solver)}. A worker evaluates its layers {turns}; "
     text += "messages take no time here."
     if "Newton iteration" in phases:
@@ -136,13 +128,13 @@ def schedule(
     return fig
 
 
-def timelines(pair: tuple[Solver, Solver], layers: int, workers: int, *, at_once: float) -> tuple[Timeline, Timeline]:
+def timelines(pair: tuple[Solver, Solver], layers: int, workers: int) -> tuple[Timeline, Timeline]:
     """Forward and adjoint solve, each from time 0."""
     kept = pair[0].resolve(layers).keeps_states
 
     def one(solver: Solver, *, adjoint: bool) -> Timeline:
         active = sum(map(bool, parts(solver.resolve(layers), layers, workers)))
-        work = count(solver, layers, workers=active, at_once=at_once, kept=kept, adjoint=adjoint)
+        work = count(solver, layers, workers=active, at_once=1, kept=kept, adjoint=adjoint)
         return timeline(work, active, adjoint=adjoint)
 
     return one(pair[0], adjoint=False), one(pair[1], adjoint=True)

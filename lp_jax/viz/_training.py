@@ -191,23 +191,20 @@ def residuals(rows: Rows, *, iteration: str = "cycle", solvers: tuple[str, str] 
 def gradient_errors(
     errors: Mapping[str, Sequence[float]],
     *,
-    work: Mapping[str, Sequence[float]] | None = None,
     run: tuple[str, float, float] | None = None,
     iteration: str = "cycle",
     choice: str = "coarse step",
 ) -> Figure:
-    r"""Draw the relative error of the layer-parallel gradient against its work, a line for each solver.
+    r"""Draw the relative error of the layer-parallel gradient against the number of iterations, a line for each solver.
 
     Args:
         errors: for each solver's name, its errors after 1, 2, 3, ... iterations, forward and adjoint alike.
-        work: for each error, the work of a training step in multiples of serial propagation's
-            (`lp_jax.planning.training_step` counts it). None draws errors against the number of iterations.
-        run: a training run, drawn as a star: a label, its forward iterations or work, its gradient error.
+        run: a training run, drawn as a star: a label, its forward iterations, its gradient error.
         iteration: name of an iteration.
         choice: title of the legend.
 
     Raises:
-        ValueError: if there are no errors, or ``work`` does not match them.
+        ValueError: if there are no errors.
 
     Example:
         >>> from lp_jax import viz
@@ -217,8 +214,6 @@ def gradient_errors(
     """
     if not errors:
         raise ValueError("errors is empty; give the errors of at least one solver.")
-    if work is not None and {name: len(at) for name, at in work.items()} != {n: len(v) for n, v in errors.items()}:
-        raise ValueError("work must have a number for each error, by the same names.")
     # the best and the worst after two iterations; later, rounding may hide the difference
     count = min([len(values) for values in errors.values()] + [2] * (len(errors) > 1))
     at = {name: values[count - 1] for name, values in errors.items()}
@@ -227,21 +222,14 @@ def gradient_errors(
     fig = figure(after if worst == best else f"{after},\n{number(at[best])} with {best}")
     ax = fig.subplots()
     for i, (name, values) in enumerate(errors.items()):
-        x = np.arange(1, len(values) + 1) if work is None else work[name]
-        ax.plot(x, values, label=name, **line_style(i, marked=True))
+        ax.plot(np.arange(1, len(values) + 1), values, label=name, **line_style(i, marked=True))
     if run is not None:
         name, iterations, error = run
         ax.plot([iterations], [error], "*", color=INK, markersize=20, label=name, markeredgecolor="white", zorder=5)
     logarithmic(ax, "y")
-    if work is None:
-        whole_numbers(ax.xaxis)
-        ax.margins(x=0.06)
-        label = f"{iteration}s, forward and adjoint"
-    else:
-        ax.set_xlim(left=0)
-        ax.axvline(1.0, label="work of serial propagation", **DASHED)
-        label = "work of a training step, in multiples of serial propagation's"
-    dress(ax, x=label, y="relative error of the gradient")
+    whole_numbers(ax.xaxis)
+    ax.margins(x=0.06)
+    dress(ax, x=f"{iteration}s, forward and adjoint", y="relative error of the gradient")
     legend(ax, "outside", title=choice)
     return fig
 
