@@ -9,25 +9,17 @@ import optax
 import pytest
 from flax import nnx
 from networks import F64, assert_close, mesh, normal
+from test_nested import model
 
 import lp_jax
 from lp_jax import nn, train
 from lp_jax.train import contrib
 
+network = functools.partial(model, 8)
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 SERIAL = lp_jax.Serial()
 BATCH = np.asarray(normal((8, 3))), np.arange(8) % 2
-
-
-def network(layers=8, **options):
-    rngs = nnx.Rngs(0)
-    make = functools.partial(nn.DenseResidual, 5, param_dtype=F64)
-    return nn.Classifier(
-        nn.DenseOpening((3,), 5, param_dtype=F64, rngs=rngs),
-        nn.LayerParallel(lambda rngs: make(rngs=rngs), layers, t1=2.0, rngs=rngs, **options),
-        nn.DenseClosing((5,), 2, param_dtype=F64, rngs=rngs),
-    )
 
 
 def test_coarsening_undoes_refinement():
@@ -119,7 +111,7 @@ def test_a_cycle_is_that_of_plain_loops(name):
     optimizer = case.pop("optimizer")
     levels, search = case.get("levels", 2), case.get("line_search", train.Backtracking(trials=5))
     step_fn, state = contrib.mgopt(network(), optimizer, **case)
-    pairs = [train.classification(network(8 // 2**level)) for level in range(levels)]
+    pairs = [train.classification(model(8 // 2**level)) for level in range(levels)]
     losses = [jax.jit(jax.value_and_grad(lambda p, f=f: f(p, BATCH, SERIAL, SERIAL)[0])) for f, _ in pairs]
     like = [each for _, each in pairs]
     states = [optimizer.init(each) for each in like]

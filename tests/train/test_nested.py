@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,9 +141,8 @@ def run(folder=None, depths=DEPTHS, first=None):
 
 
 def columns(log):
-    return [
-        [row.get(name) for name in ("kind", "step", "epoch", "loss", "layers", "work", "depth")] for row in log.rows
-    ]
+    names = ("kind", "step", "epoch", "loss", "layers", "work", "depth")
+    return [[row.get(name) for name in names] for row in log.rows]
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +184,7 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_numbers(tmp_path, undi
             train.nested(model(), optax.adam(1e-2), functools.partial(until, end), DEPTHS, **options)
         (tmp_path / "cut" / "16-layers").mkdir(exist_ok=True)  # as if it had been killed while the folder was made
     _, state, log = run(tmp_path / "cut")
-    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(state, wanted)
     assert columns(log) == columns(whole)
     _, again, _ = run(tmp_path / "cut")  # a finished run is left as it is
     assert int(again.step) == 14

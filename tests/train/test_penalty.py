@@ -82,19 +82,6 @@ def test_layers_that_do_not_look_at_the_state_have_none():
         assert value == 0 and not any(x.any() for x in gradient.values())
 
 
-def test_training_against_it_lowers_it():
-    """A few steps down its gradient, and the sweeps converge."""
-    params = PARAMS
-    gradient = jax.jit(jax.value_and_grad(lambda p: train.depth_penalty(problem(p), sweeps=5)))
-    first, _ = gradient(params)
-    assert first > 0.5
-    for _ in range(30):
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient(params)[1])
-    assert gradient(params)[0] == 0
-    solution = problem(params).solve(solver=lp_jax.Picard(sweeps=10, rtol=1e-3))
-    assert solution.stats.iterations <= 5
-
-
 def classifier(trunk):
     rngs = nnx.Rngs(0)
     return nn.Classifier(nn.DenseOpening((4,), 5, rngs=rngs), trunk, nn.DenseClosing((5,), 3, rngs=rngs))
