@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from networks import F64, assert_close, mesh, normal
+from networks import F64, assert_close, normal
 from test_nested import model
 
 import lp_jax
@@ -159,17 +159,6 @@ def test_a_search_that_fails_keeps_the_parameters_and_says_so():
     after, metrics = step_fn(state, BATCH, SERIAL, SERIAL)
     assert bool(metrics.stuck) and int(metrics.trials) == 2
     jax.tree.map(np.testing.assert_array_equal, after.params, before)
-
-
-def test_layers_on_devices_and_inexact_solves_give_the_same_cycle():
-    found = []
-    for given, solver in ((None, SERIAL), (mesh(2), lp_jax.Picard(sweeps=8))):
-        settings = {"levels": 2, "pre": 0, "coarsest": 1}  # few gradients, so a small program
-        step_fn, state = contrib.mgopt(network(comm=given, solver=solver), optax.adam(1e-2), **settings)
-        for _ in range(2):
-            state, metrics = step_fn(state, BATCH, solver, solver)
-        found.append((state.params, metrics.loss, metrics.gradients))
-    assert_close(found[1], found[0], 1e-10)
 
 
 @pytest.mark.parametrize(

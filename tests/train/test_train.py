@@ -198,10 +198,9 @@ def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(state, tmp_path):
     whole, whole_log = run(state, 2, measures=measures, log=train.Log(tmp_path / "whole.jsonl"))
 
     path = tmp_path / "metrics.jsonl"
-    with checkpoints(tmp_path / "checkpoints") as first:  # stops in the middle of the second epoch, at step 4
-        kill = Killer(at=4)
-        with pytest.raises(train.Interrupted):
-            run(state, 2, batches=kill.batches, measures=measures, log=train.Log(path), checkpoints=first)
+    # stops in the middle of the second epoch, at step 4
+    with checkpoints(tmp_path / "checkpoints") as first, pytest.raises(train.Interrupted):
+        run(state, 2, batches=killed(at=4), measures=measures, log=train.Log(path), checkpoints=first)
     with path.open("a") as file:  # steps that a kill took after the checkpoint was saved, the last line cut off
         file.write('{"kind": "train", "step": 5, "loss": 1.0, "time": 1.0}\n{"kind": "train", "st')
     with checkpoints(tmp_path / "checkpoints") as second:
@@ -485,7 +484,7 @@ def test_a_step_that_is_not_finite_stops_the_run(state, tmp_path):
     assert rows[-1]["step"] == 5 and rows[-1]["loss"] is None
 
 
-def test_what_is_not_finite_stops_the_run(state, loss_and_params, samples):
+def test_what_is_not_finite_stops_the_run(state, classifier):
     """An update that overflows, a state, with the solvers' advice; and a label that is no class, which is blamed first."""
     optimizer = optax.sgd(1e300)
     with pytest.raises(train.DivergenceError, match=r"stopped at step [12]: the .* not finite"):
@@ -493,22 +492,20 @@ def test_what_is_not_finite_stops_the_run(state, loss_and_params, samples):
     spoilt = jax.tree.map(lambda x: x * jnp.nan, state.params)
     with pytest.raises(train.DivergenceError, match="stopped at step 1: the state is not finite"):
         run(state._replace(params=spoilt), 1)
-    x, y = samples
     with pytest.raises(train.DivergenceError, match="1 labels of its batch are none of the classes"):
-        fit_once(*loss_and_params, (x, np.where(np.arange(10) == 3, 10, y)))
+        fit_once(*classifier[1:], (X, np.where(np.arange(10) == 3, 10, LABELS)))
 
 
-class Killer:
+def killed(at, number=signal.SIGINT):
     """Batches in the middle of which the process gets a signal, before the given step."""
 
-    def __init__(self, at, number=signal.SIGINT):
-        self.at, self.number = at, number
-
-    def batches(self, epoch):
+    def give(epoch):
         for i, batch in enumerate(batches(epoch), 3 * epoch + 1):
-            if i == self.at:
-                os.kill(os.getpid(), self.number)
+            if i == at:
+                os.kill(os.getpid(), number)
             yield batch
+
+    return give
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -516,7 +513,7 @@ def test_a_signal_ends_the_run_after_the_step_and_saves(state, tmp_path, number)
     before = signal.getsignal(number)
     with checkpoints(tmp_path / "c") as saved:
         with pytest.raises(train.Interrupted, match="stopped after step 2; saved to") as caught:
-            run(state, 4, batches=Killer(2, number).batches, log=train.Log(tmp_path / "m.jsonl"), checkpoints=saved)
+            run(state, 4, batches=killed(2, number), log=train.Log(tmp_path / "m.jsonl"), checkpoints=saved)
         assert (caught.value.signal, caught.value.step, saved.latest) == (number, 2, 2)
     assert signal.getsignal(number) is before
     assert [row["step"] for row in read_rows(tmp_path / "m.jsonl")] == [1, 2]
@@ -581,27 +578,21 @@ def network(outputs, layer=lambda rngs: nn.DenseResidual(6, rngs=rngs), layers=L
 
 @pytest.fixture(scope="module")
 def classifier():
-    return network(3)
-
-
-@pytest.fixture(scope="module")
-def loss_and_params(classifier):
     """One loss, so that its programs are compiled once."""
-    return train.classification(classifier)
+    model = network(3)
+    return model, *train.classification(model)
 
 
-@pytest.fixture(scope="module")
-def samples():
-    rng = np.random.default_rng(0)
-    return rng.normal(size=(10, 4)).astype(np.float32), rng.integers(3, size=10).astype(np.int32)
+X, VALUES = (np.random.default_rng(n).normal(size=(10, n)).astype(np.float32) for n in (4, 2))
+LABELS = np.random.default_rng(0).integers(3, size=10).astype(np.int32)
 
 
-def test_classification_loss_is_cross_entropy(classifier, loss_and_params, samples):
+def test_classification_loss_is_cross_entropy(classifier):
     """A mean over the labels that are not negative."""
-    (x, labels), (loss_fn, params) = samples, loss_and_params
+    x, labels, (model, loss_fn, params) = X, LABELS, classifier
     masked = np.where(np.arange(10) < 7, labels, -1)
     loss, info = jax.jit(loss_fn)(params, (x, masked), lp_jax.Serial(), None)
-    logits = np.asarray(classifier.solve(x, solver=lp_jax.Serial())[0], np.float64)
+    logits = np.asarray(model.solve(x, solver=lp_jax.Serial())[0], np.float64)
     log_probability = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(loss, -log_probability[np.arange(7), labels[:7]].mean(), rtol=1e-5)
     right = np.sum(logits.argmax(axis=1)[:7] == labels[:7])
@@ -610,23 +601,23 @@ def test_classification_loss_is_cross_entropy(classifier, loss_and_params, sampl
     np.testing.assert_allclose(parts, (loss, right / 7), rtol=1e-6)
 
 
-def test_a_step_replaces_running_statistics_and_trains_the_rest(samples):
+def test_a_step_replaces_running_statistics_and_trains_the_rest():
     depth = 4
     model = network(3, Restless, depth)
     (loss_fn, params), optimizer = train.classification(model), optax.adamw(1e-2, weight_decay=0.1)
-    batch = (*samples, jax.random.key(1))
+    batch = X, LABELS, jax.random.key(1)
     step_fn = train.make_train_step(loss_fn, optimizer)
     state, metrics = step_fn(train.init_state(params, optimizer), batch, lp_jax.Serial(), None)
     assert metrics.info.replace is None
 
     def loss(layers):
-        (y, stats) = model.opening(samples[0]), []
+        (y, stats) = model.opening(X), []
         for n in range(depth):
             layer = Restless(nnx.Rngs(0))
             nnx.update(layer, jax.tree.map(lambda x, n=n: x[n], layers))
             y = layer(y, 2 * n / depth, 2 / depth, key=jax.random.fold_in(batch[2], n))
             stats.append(nnx.to_pure_dict(nnx.state(layer, nnx.BatchStat)))
-        losses = optax.losses.softmax_cross_entropy_with_integer_labels(model.closing(y), samples[1])
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(model.closing(y), LABELS)
         return jnp.mean(losses), jax.tree.map(lambda *x: jnp.stack(x), *stats)
 
     layers = params["trunk"]["layers"]
@@ -640,11 +631,11 @@ def test_a_step_replaces_running_statistics_and_trains_the_rest(samples):
     assert np.mean(moved == descent) > 0.99  # Adam's first step is its learning rate
 
 
-def test_residuals_are_those_of_both_solves(classifier, loss_and_params, samples):
-    loss_fn, params = loss_and_params
+def test_residuals_are_those_of_both_solves(classifier):
+    model, loss_fn, params = classifier
     solver = lp_jax.MGRIT(coarsening=LAYERS // 2, iterations=3, start="guess", coarse_step=INJECT)
-    found = train.residuals(classifier, params, samples, solver, solver)
-    _, info = jax.jit(loss_fn)(params, samples, solver, lp_jax.Serial())
+    found = train.residuals(model, params, (X, LABELS), solver, solver)
+    _, info = jax.jit(loss_fn)(params, (X, LABELS), solver, lp_jax.Serial())
     np.testing.assert_allclose(found.forward.residual_norms[:2], info.stats.residual_norms[:2], rtol=1e-4)
     np.testing.assert_allclose(found.forward_scale, info.scale, rtol=1e-6)
     for stats, scale in ((found.forward, found.forward_scale), (found.adjoint, found.adjoint_scale)):
@@ -652,24 +643,11 @@ def test_residuals_are_those_of_both_solves(classifier, loss_and_params, samples
         assert 1e-4 * scale < stats.residual_norms[0] < 10 * scale and stats.residual_norms[2] < 1e-6 * scale
 
 
-# --- values ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def of_values():
-    model = network(2)
-    return model, *train.regression(model)
-
-
-@pytest.fixture(scope="module")
-def values():
-    rng = np.random.default_rng(0)
-    return rng.normal(size=(10, 4)).astype(np.float32), rng.normal(size=(10, 2)).astype(np.float32)
-
-
-def test_the_loss_of_values_is_the_mean_squared_error(of_values, values):
-    (x, y), (model, loss_fn, params) = values, of_values
-    loss, info = jax.jit(loss_fn)(params, values, lp_jax.Serial(), None)
+def test_a_regression_takes_the_mean_squared_error():
+    """Its loss, its outputs, the cotangent that enters its adjoint solve, and its plan."""
+    x, y, model = X, VALUES, network(2)
+    loss_fn, params = train.regression(model)
+    loss, info = jax.jit(loss_fn)(params, (x, y), lp_jax.Serial(), None)
     outputs = np.asarray(model.solve(x, solver=lp_jax.Serial())[0], np.float64)
     np.testing.assert_allclose(loss, np.mean((outputs - y) ** 2), rtol=1e-5)
     assert info.correct is None and int(info.total) == 20
@@ -677,33 +655,26 @@ def test_the_loss_of_values_is_the_mean_squared_error(of_values, values):
     np.testing.assert_allclose(parts.loss, loss, rtol=1e-6)
     assert parts.accuracy is None
     np.testing.assert_allclose(train.predict(model, params, x), outputs, rtol=1e-5)
-
-
-def test_residuals_and_plans_of_values_take_their_loss(of_values, values):
-    model, _, params = of_values
-    found = train.residuals(model, params, values, lp_jax.Serial(), loss=train.mean_squared_error)
-    y, last = values[1], model.trunk.solve(model.opening(values[0]), solver=lp_jax.Serial()).y1
+    found = train.residuals(model, params, (x, y), lp_jax.Serial(), loss=train.mean_squared_error)
+    last = model.trunk.solve(model.opening(x), solver=lp_jax.Serial()).y1
     cotangent = jax.jit(jax.grad(lambda u: jnp.mean((model.closing(u) - y) ** 2)))(last)
     np.testing.assert_allclose(found.adjoint_scale, np.linalg.norm(cotangent), rtol=1e-4)
     fast = machine(1e-5, 1e-5, at_once=(1, 1024), examples=10)
-    plan = train.plan(model, params, values, loss=train.mean_squared_error, machine=fast, seconds=0.1)
+    plan = train.plan(model, params, (x, y), loss=train.mean_squared_error, machine=fast, seconds=0.1)
     assert plan.error == 1e-2 and plan.best.error < 1e-2
-
-
-def test_values_of_another_shape_are_refused(of_values, values):
     with pytest.raises(ValueError, match=r"y must have the shape of the outputs, \(10, 2\)"):
-        of_values[1](of_values[2], (values[0], np.zeros((10, 3), np.float32)), lp_jax.Serial(), None)
+        loss_fn(params, (x, np.zeros((10, 3), np.float32)), lp_jax.Serial(), None)
     with pytest.raises(ValueError, match=r"outputs, \(4, 1\); got \(4,\). Take y\[:, None\]."):
         train.mean_squared_error(jnp.ones((4, 1)), jnp.ones(4))
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 def fit_once(loss, params, batch, **more):
     step_fn = train.make_train_step(loss, OPTIMIZER)
     given = {"steps_per_epoch": 1, "epochs": 1, "solver": SOLVER} | more
     return train.fit(step_fn, train.init_state(params, OPTIMIZER), lambda epoch: [batch], **given)
-
-
-X, LABELS = np.ones((10, 4), np.float32), np.arange(10, dtype=np.int32) % 3
 
 
 @pytest.mark.parametrize(
@@ -724,8 +695,8 @@ X, LABELS = np.ones((10, 4), np.float32), np.arange(10, dtype=np.int32) % 3
         ({"loss": lambda *_: (jnp.zeros(()), {})}, TypeError, r"got \(an array, dict\)"),
     ],
 )
-def test_a_run_that_cannot_be_is_refused(loss_and_params, changed, error, message):
-    loss, params = loss_and_params
+def test_a_run_that_cannot_be_is_refused(classifier, changed, error, message):
+    _, loss, params = classifier
     with pytest.raises(error, match=message):
         fit_once(**{"loss": loss, "params": params, "batch": (X, LABELS)} | changed)
 
