@@ -135,9 +135,8 @@ CYCLES = lp_jax.MGRIT(coarsening=2, iterations=1, coarse_step=lp_jax.Rediscretiz
 DEPTHS = [train.Depth(4, 3), train.Depth(8, 2, CYCLES), train.Depth(16, 2, lp_jax.Picard(sweeps=2))]
 
 
-def run(folder=None, depths=DEPTHS, first=None):
-    first = first or model()
-    return train.nested(first, optax.adam(1e-2), batches, depths, steps_per_epoch=2, folder=folder, log_every=1)
+def run(first, batches=batches, depths=DEPTHS, **options):
+    return train.nested(first, optax.adam(1e-2), batches, depths, steps_per_epoch=2, log_every=1, **options)
 
 
 def columns(log):
@@ -145,58 +144,41 @@ def columns(log):
     return [[row.get(name) for name in names] for row in log.rows]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """A network, its parameters before, and what a run from there made."""
+def test_depths_follow_each_other_and_go_on_after_a_break_with_the_same_numbers(tmp_path):
+    """Stopped in the first depth, where the second begins, and in the last."""
     first = model()
     before = jax.tree.map(np.array, train.classification(first)[1])
-    with jax.numpy_dtype_promotion("standard"):
-        return first, before, run(tmp_path_factory.mktemp("nested") / "whole", first=first)
-
-
-def test_depths_follow_each_other(undisturbed):
-    first, before, (deep, state, log) = undisturbed
-    assert deep.trunk.num_layers == 16 and int(state.step) == 14
+    deep, wanted, whole = run(first, folder=tmp_path / "whole")
+    assert deep.trunk.num_layers == 16 and int(wanted.step) == 14
     assert_close(train.classification(first)[1], before, rtol=0)  # the model that was given is left alone
-    assert_close(train.classification(deep)[1], state.params, rtol=0)
-    begun = [(row["step"], row["layers"]) for row in log.of("depth")]
-    assert begun == [(0, 4), (6, 8), (10, 16)]
-    assert log.of("depth")[0]["work"] == 4 * 3  # forward, transposed, gradient
-    assert [row["epoch"] for row in log.of("train")] == [e for e in range(7) for _ in range(2)]
-
-
-def test_a_run_that_was_interrupted_goes_on_with_the_same_numbers(tmp_path, undisturbed):
-    """Stopped in the first depth, where the second begins, and in the last."""
-    *_, (_, wanted, whole) = undisturbed
-
-    class Killed(Exception):
-        pass
+    assert_close(train.classification(deep)[1], wanted.params, rtol=0)
+    assert [(row["step"], row["layers"]) for row in whole.of("depth")] == [(0, 4), (6, 8), (10, 16)]
+    assert whole.of("depth")[0]["work"] == 4 * 3  # forward, transposed, gradient
+    assert [row["epoch"] for row in whole.of("train")] == [e for e in range(7) for _ in range(2)]
 
     def until(end, epoch):
         for step, batch in enumerate(batches(epoch), 2 * epoch):
             if step == end:
-                raise Killed
+                raise InterruptedError
             yield batch
 
-    options = {"steps_per_epoch": 2, "folder": tmp_path / "cut", "log_every": 1, "checkpoint_every": 1}
+    folder = tmp_path / "cut"
     for end in (1, 6, 11):
-        with pytest.raises(Killed):
-            train.nested(model(), optax.adam(1e-2), functools.partial(until, end), DEPTHS, **options)
-        (tmp_path / "cut" / "16-layers").mkdir(exist_ok=True)  # as if it had been killed while the folder was made
-    _, state, log = run(tmp_path / "cut")
+        with pytest.raises(InterruptedError):
+            run(model(), functools.partial(until, end), folder=folder, checkpoint_every=1)
+        (folder / "16-layers").mkdir(exist_ok=True)  # as if it had been killed while the folder was made
+    _, state, log = run(model(), folder=folder)
     chex.assert_trees_all_equal(state, wanted)
     assert columns(log) == columns(whole)
-    _, again, _ = run(tmp_path / "cut")  # a finished run is left as it is
+    _, again, _ = run(model(), folder=folder)  # a finished run is left as it is
     assert int(again.step) == 14
 
 
-@pytest.mark.parametrize(
-    ("layers", "words"),
-    [([], "got none"), ([8, 16], "begin with the model's 4"), ([4, 6], r"multiple.*\[4, 6\]"), ([4, 4], "multiple")],
-)
-def test_depths_that_do_not_follow_are_refused(layers, words):
-    with pytest.raises(ValueError, match=words):
-        run(depths=[train.Depth(n, 1) for n in layers])
+def test_depths_that_do_not_follow_are_refused():
+    refused = {(): "got none", (8, 16): "with the model's 4", (4, 6): r"multiple.*\[4, 6\]", (4, 4): "multiple"}
+    for layers, words in refused.items():
+        with pytest.raises(ValueError, match=words):
+            run(model(), depths=[train.Depth(n, 1) for n in layers])
 
 
 class Numbered(nnx.Module):

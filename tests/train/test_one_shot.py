@@ -43,9 +43,8 @@ def loss_fn(params, batch, solver, adjoint_solver, restart=None, *, time, smooth
     h = time / len(params["b"])
     rough = sum(jnp.sum(jnp.diff(x, axis=0) ** 2) / h**2 for x in layers)
     objective = loss + REGULARISATION / 2 * squares + smooth / 2 * jax.lax.stop_gradient(rough)
-    right = jnp.sum(jnp.argmax(logits, -1) == labels, dtype=jnp.int32)
-    info = train.Info(jnp.int32(len(x)), solution.stats, solution.result, right, loss, trajectory=solution.trajectory)
-    return objective, info
+    about = {"scale": loss, "trajectory": solution.trajectory}
+    return objective, train.Info(jnp.int32(len(x)), solution.stats, solution.result, **about)
 
 
 def whole_first_step():

@@ -1,5 +1,6 @@
 """Training: the step, the probe, the loop, checkpoints, and what happens when things go wrong."""
 
+import functools
 import gc
 import json
 import os
@@ -82,10 +83,7 @@ def state():
     return train.init_state(initial_params(), OPTIMIZER)
 
 
-def same(a, b):
-    """Bit for bit."""
-    leaves = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
-    assert leaves and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in leaves)
+same = functools.partial(chex.assert_trees_all_equal, strict=True)  # bit for bit
 
 
 def timeless(rows):
@@ -435,9 +433,7 @@ def test_growing_residuals_are_reported_once_an_epoch():
     layers, z = 64, -0.3
 
     def linear_loss(params, batch, solver, adjoint_solver):
-        def decay(y, layer):
-            return y + layer.dt * layer.params * y
-
+        decay = lambda y, layer: y + layer.dt * layer.params * y  # noqa: E731
         solution = lp_jax.solve(decay, params, batch[0], solver=solver, adjoint_solver=adjoint_solver)
         info = train.Info(jnp.int32(1), solution.stats, solution.result, scale=jnp.linalg.norm(solution.y1))
         return jnp.sum(solution.y1), info
