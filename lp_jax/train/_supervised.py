@@ -139,8 +139,8 @@ def regression(model: Classifier, *, penalty: Callable[[Problem], jax.Array] | N
     """Return the mean squared error of a model of values as a pure function of its parameters.
 
     Arguments and results are those of `classification`; the closing layer has as many outputs as there are values. Batches are
-    ``(x, y)`` or ``(x, y, key)``; a y of another shape than the outputs, ``(examples, values)``, raises ValueError. Scale y: a new
-    network returns numbers around 1. ``Info.correct`` and `Evaluation.accuracy` are None, as no answer is right or wrong.
+    ``(x, y)`` or ``(x, y, key)``; a y of another shape than the outputs, ``(examples, values)``, raises ValueError. Scale y: a
+    new network returns numbers around 1. ``Info.correct`` and `Evaluation.accuracy` are None, as no answer is right or wrong.
     """
 
     def score(outputs: jax.Array, y: jax.Array) -> tuple[jax.Array, Mapping[str, Any]]:
