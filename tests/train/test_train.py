@@ -90,9 +90,6 @@ def timeless(rows):
     return [{name: value for name, value in row.items() if name not in ("time", "step_time")} for row in rows]
 
 
-# --- step and probe -------------------------------------------------------------------------------------------------
-
-
 def test_step_is_the_textbook_update(state):
     batch = next(batches(0))
     new, metrics = STEP_FN(jax.tree.map(jnp.copy, state), batch, lp_jax.Serial(), None)
@@ -145,9 +142,6 @@ def test_gradient_error_is_the_distance_from_the_serial_gradient():
     chex.assert_trees_all_close(error.groups, wanted, rtol=1e-8)
     assert error.relative > 1e-6  # the solvers were not so good that nothing was compared
     assert gradient_error(loss_fn, params, batch, lp_jax.Serial()).relative == 0
-
-
-# --- loop -----------------------------------------------------------------------------------------------------------
 
 
 def test_fit_is_the_plain_loop(state):
@@ -538,9 +532,6 @@ def test_a_second_signal_acts_at_once(state, heeded):
         run(state, 1, batches=impatient)
 
 
-# --- log ------------------------------------------------------------------------------------------------------------
-
-
 def test_log_lines_are_flat_json_and_come_back(tmp_path):
     path = tmp_path / "m.jsonl"
     log = train.Log(path)
@@ -561,9 +552,6 @@ def test_a_damaged_log_is_refused_except_at_its_end(tmp_path):
     path.write_text('{"kind": "tr\n{"kind": "train", "step": 1}\n')
     with pytest.raises(ValueError, match="line 1, is not a row of metrics"):
         train.Log(path)
-
-
-# --- classification -------------------------------------------------------------------------------------------------
 
 
 def network(outputs, layer=lambda rngs: nn.DenseResidual(6, rngs=rngs), layers=LAYERS):
@@ -662,9 +650,6 @@ def test_a_regression_takes_the_mean_squared_error():
         loss_fn(params, (x, np.zeros((10, 3), np.float32)), lp_jax.Serial(), None)
     with pytest.raises(ValueError, match=r"outputs, \(4, 1\); got \(4,\). Take y\[:, None\]."):
         train.mean_squared_error(jnp.ones((4, 1)), jnp.ones(4))
-
-
-# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 def fit_once(loss, params, batch, **more):
