@@ -147,7 +147,7 @@ def growth(target, comm=None, layers=8):
 
 def test_a_run_goes_on_after_a_break_with_the_same_numbers(tmp_path):
     """The checkpoint holds where the solves ended, on each device its part."""
-    params, batch, loss_fn = growth(np.array([2.5, 0.1]), mesh(3), layers=10)
+    params, batch, loss_fn = growth(np.array([[2.5, 0.1]]), mesh(3), layers=10)
     solver = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=lp_jax.Rediscretize())
     step_fn, start = train.one_shot(loss_fn, params, OPTIMIZER, batch, solver=solver, line_search=SEARCH)
 
