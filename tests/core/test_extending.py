@@ -71,6 +71,17 @@ def test_a_coarse_step_converges_to_serial_propagation(page):
     assert float(halves) < float(injected)
 
 
+def test_injection_as_a_function_is_the_built_in_injection(page):
+    """On several levels, and where the last interval is short."""
+
+    def inject(step, y, layers):
+        return step(y, jax.tree.map(lambda x: x[0], layers)._replace(dt=jnp.sum(layers.dt)))
+
+    solvers = [lp_jax.MGRIT(levels=3, coarse_step=c, iterations=2) for c in (inject, lp_jax.Rediscretize())]
+    problem = page["problem"].replace(params=jax.tree.map(lambda x: np.asarray(x)[:27], page["params"]))
+    assert_close(*(problem.solve(solver=solver).y1 for solver in solvers), 1e-14)
+
+
 def test_a_relaxation_is_one_of_the_words_where_it_does_the_same(page):
     def fcf(level, u):
         return lp_jax.multigrid.c_relax(level, u)

@@ -9,6 +9,7 @@ import doctest
 import functools
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -135,8 +136,6 @@ def small(names):
 @jax.numpy_dtype_promotion("standard")  # optax's Adam
 def one_shot(_=None):
     """Steps that begin where the one before ended; a checkpoint has the whole trajectories."""
-    import tempfile
-
     import optax
 
     from lp_jax import train
@@ -215,8 +214,6 @@ def outputs():
 @jax.numpy_rank_promotion("allow")
 def depths(_=None):
     """Nested iteration and MG/Opt have the losses and parameters of one device; an interrupted run goes on with them."""
-    import tempfile
-
     import optax
     from flax import nnx
 
@@ -450,7 +447,6 @@ def refused(_=None):
     """Every rank of a wrong launch of the command ends with an error; the first one says why, in one line."""
     import contextlib
     import io
-    import tempfile
 
     from lp_jax.cli import _launch, main
 
