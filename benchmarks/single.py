@@ -54,7 +54,6 @@ def pairs(network: str, layers: int) -> dict[str, Pair]:
     if network == "voxels":
         thorough = {"coarsening": 4, "relaxation": "FCF", "coarse_step": injection}
         solvers["injection, FCF, 2/2"] = _mgrit(2, 2, **thorough)
-        solvers["injection, FCF, 2/2, half the points"] = _mgrit(2, 2, spatial=lp_jax.spatial(3), **thorough)
     if network == "gru":
         for jacobian, iterations in (("full", 6), ("diagonal", 10)):
             solver = lp_jax.Newton(jacobian=jacobian, iterations=iterations, batch_axes=1)

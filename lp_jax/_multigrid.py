@@ -8,8 +8,7 @@ from lp_jax._levels._level import Level
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs, _traced
 from lp_jax._solvers import _cycle
-from lp_jax._solvers._coarse_step import CoarseStep, coarser
-from lp_jax._solvers._rediscretize import Rediscretize
+from lp_jax._solvers._coarse_step import CoarseStep, Rediscretize, coarser
 from lp_jax._solvers._solver import Solver
 
 

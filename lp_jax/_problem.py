@@ -159,7 +159,7 @@ def _partitions(program: Program, arrays: Arrays) -> Output:
 
     like = {x.shape: spec(x) for x in jax.tree.leaves(arrays.y0)}
     first = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[0], one(x)), arrays.slices)
-    layer = program.chain(*arrays[:3]).layer()
+    layer = program.chain(*arrays[:3]).step(0, aux=True)
     _, aux = jax.eval_shape(layer, *jax.tree.map(one, (arrays.y0, first, arrays.shared)))
     nowhere: PyTree = PartitionSpec()
     return (

@@ -23,12 +23,12 @@ Source: Falgout, Friedhoff, Kolev, MacLachlan, Schroder, "Parallel time integrat
 from lp_jax._levels._level import Level as Level
 from lp_jax._levels._level import sum_of_squares as sum_of_squares
 from lp_jax._levels._relax import c_relax as c_relax
+from lp_jax._levels._relax import coarse_rhs as coarse_rhs
+from lp_jax._levels._relax import correct as correct
 from lp_jax._levels._relax import f_relax as f_relax
+from lp_jax._levels._relax import prolong as prolong
 from lp_jax._levels._relax import residual as residual
-from lp_jax._levels._transfer import coarse_rhs as coarse_rhs
-from lp_jax._levels._transfer import correct as correct
-from lp_jax._levels._transfer import prolong as prolong
-from lp_jax._levels._transfer import restrict as restrict
+from lp_jax._levels._relax import restrict as restrict
 from lp_jax._multigrid import cascade as cascade
 from lp_jax._multigrid import coarsen as coarsen
 from lp_jax._multigrid import f_cycle as f_cycle

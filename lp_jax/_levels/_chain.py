@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 import jax
@@ -10,35 +10,24 @@ import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._pytree import register
-from lp_jax._arrays._types import Advance, PyTree, Slices, SliceStep, Stacked, State, Transfer, Which
+from lp_jax._arrays._types import PyTree, Slices, Stacked, State, Transfer, Which
 from lp_jax._comms._workers import Local, Workers
-from lp_jax._levels._layer import Traced
+from lp_jax._levels._layer import Linearised, Traced
 from lp_jax._levels._level import Level
-from lp_jax._levels._linear import Linearised
 
 
 @register("slices", "shared", "y0")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chain:
-    """Layers that follow each other, ``u[n+1] = step(u[n], slices[n], shared)``, ``u[0] = y0``.
+    """Layers that follow each other, ``u[n+1] = step(u[n], slices[n], shared)``, ``u[0] = y0``."""
 
-    Attributes:
-        traced: the layers of the whole network, without their operands.
-        slices: stacked operands of this worker's layers. Padding has index >= ``layers``.
-        shared: operand of every step.
-        y0: the state that enters.
-        workers: where the layers live.
-        padded: whether layers check for padding, on which they are the identity.
-        level: the level whose steps an interval consists of; None for the whole network.
-    """
-
-    traced: Traced
-    slices: Slices
+    traced: Traced  # the layers of the whole network, without their operands
+    slices: Slices  # stacked operands of this worker's layers; padding has an index >= ``layers``
     shared: PyTree
     y0: State
     workers: Workers
-    padded: bool
-    level: int | None = None
+    padded: bool  # whether layers check for padding, on which they are the identity
+    level: int | None = None  # the level whose steps an interval consists of; None for the whole network
 
     def at_once(self, setting: int | float | str) -> int:
         """Number of layers that a solver with this setting evaluates at once, on each worker."""
@@ -61,33 +50,15 @@ class Chain:
         """Number of slices on this worker."""
         return self.slices.index.shape[0]
 
-    def step(self, which: Which) -> SliceStep:
-        """The layer on a level, or another of the user's steps, without aux."""
-        return self._evaluate(which, aux=False)
-
-    def layer(self) -> Advance:
-        """The layer on the finest level, with aux."""
-        return self._evaluate(0, aux=True)
-
-    def _evaluate(self, which: Which, *, aux: bool) -> Callable[..., PyTree]:
+    def step(self, which: Which, *, aux: bool = False) -> Callable[..., PyTree]:
+        """The layer on a level, or another of the user's steps; with aux it returns ``(u_next, aux)``."""
         step = dict(self.traced.steps)[which if self.level is None else self.level]
         return functools.partial(step.evaluate, aux=aux, layers=self.layers if self.padded else None)
-
-    def emitting(self, seen: Sequence[bool]) -> Advance:
-        """The layer on the finest level. It emits the inexact leaves of aux that are ``seen``."""
-        layer = self.layer()
-
-        def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, list[jax.Array]]:
-            u_next, aux = layer(u, x, shared)
-            leaves, _ = _tree.partition(jax.tree.map(jnp.asarray, aux) if seen else None)
-            return u_next, [leaf for leaf, wanted in zip(leaves, seen, strict=True) if wanted]
-
-        return advance
 
     @property
     def linearised(self) -> Linearised:
         """The layer of the finest level, linearised."""
-        return Linearised(self.layer(), self.traced.differentiable, weights=self.traced.recurrent)
+        return Linearised(self.step(0, aux=True), self.traced.differentiable, weights=self.traced.recurrent)
 
     def finest(self, factor: int, *, at_once: int, transfer: Transfer | None = None) -> Level:
         """The chain as a level of intervals of ``factor`` layers."""

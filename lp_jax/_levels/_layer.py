@@ -1,7 +1,7 @@
-"""The user's step as solvers call it: its Python code runs once, and its program is evaluated."""
+"""The user's step as solvers call it: its Python code runs once, and its program is evaluated; or linearised."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,7 @@ def signature(u: PyTree) -> Signature:
 
 @dataclasses.dataclass(frozen=True)
 class Hoisted:
-    """The program of a step that closes over traced values. They are operands, so that they can be differentiated.
-
-    ``custom_vjp`` refuses functions that close over tracers; a jaxpr whose constants are arguments closes over none.
-    """
+    """The program of a step with the traced values that it closes over as operands: ``custom_vjp`` takes no other functions."""
 
     jaxpr: core.Jaxpr
     positions: tuple[int, ...]  # of its constants among the values that are closed over
@@ -36,11 +33,7 @@ class Hoisted:
 
 @dataclasses.dataclass(frozen=True)
 class LayerStep:
-    """The user's step on one level, as a function of (state, slice, shared).
-
-    A call runs the user's Python code. `evaluate` takes the program that JAX cached for the same shapes instead, where
-    possible, so that the code runs once, however often a solve contains the step.
-    """
+    """The user's step on one level. A call runs its Python code; `evaluate` takes the program that JAX cached, where possible."""
 
     step: Step
     level: int
@@ -67,7 +60,12 @@ class LayerStep:
         else:
             mesh = jax.sharding.get_abstract_mesh()  # JAX does not treat None as an empty one
             with jax.sharding.use_abstract_mesh(mesh):
-                program = self._of_hoisted(u, shared[1]) if self.hoisted else jax.make_jaxpr(self)(u, x, shared[0])
+                if self.hoisted:
+                    hoisted = dict(self.hoisted)[signature(u)]
+                    constants = _tree.with_fresh_keys([shared[1][i] for i in hoisted.positions])
+                    program = core.ClosedJaxpr(hoisted.jaxpr, constants)
+                else:
+                    program = jax.make_jaxpr(self)(u, x, shared[0])
             evaluate = with_few_terms(program, self.terms) if self.terms else core.jaxpr_as_fun(program)
             out = jax.tree.unflatten(self.structure, evaluate(*jax.tree.leaves((u, x, shared[0]))))
         u_next, emitted = out if self.has_aux else (out, None)
@@ -75,30 +73,17 @@ class LayerStep:
             u_next = _tree.where(x.index < layers, u_next, u)
         return (u_next, emitted) if aux else u_next
 
-    def _of_hoisted(self, u: State, closed_over: Sequence[jax.Array]) -> core.ClosedJaxpr:
-        hoisted = dict(self.hoisted)[signature(u)]
-        constants: Sequence[jax.Array] = [closed_over[i] for i in hoisted.positions]
-        return core.ClosedJaxpr(hoisted.jaxpr, _tree.with_fresh_keys(constants))
-
-
-def _cotangent(x: jax.Array) -> jax.Array | np.ndarray:
-    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-    return jnp.zeros_like(x) if inexact else np.zeros(x.shape, jax.dtypes.float0)
-
 
 def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
-    """Whether a derivative rule in a step's program uses a value of the trace that the program came from.
-
-    Such a rule (``jax.custom_vjp`` within the step, for example on ``layer.dt``) cannot be evaluated later. True if in doubt.
-    """
+    """Whether a derivative rule in a step's program uses a value of its trace, and cannot be evaluated later; or it may."""
 
     def rules(jaxpr: core.Jaxpr) -> bool:
         return any(e.primitive.name.startswith("custom_") or any(map(rules, inside(e))) for e in jaxpr.eqns)
 
     def transpose(*arguments: jax.Array) -> PyTree:
         leaves, combine = _tree.partition(list(arguments))
-        out, pull = jax.vjp(lambda leaves: core.jaxpr_as_fun(program)(*combine(leaves)), leaves)
-        return pull([_cotangent(x) for x in out])
+        out, pull = jax.vjp(lambda new: _tree.partition(core.jaxpr_as_fun(program)(*combine(new)))[0], leaves)
+        return pull(_tree.zeros_like(out))
 
     if not rules(program.jaxpr):
         return False
@@ -111,20 +96,92 @@ def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """The traced layers of a network: all that is static about them.
-
-    In a ``recurrent`` network all differentiable operands of a step except its inputs are shared: the weights. Their gradient is
-    one contraction over all steps.
-    """
+    """The traced layers of a network: all that is static about them."""
 
     steps: tuple[tuple[Which, LayerStep], ...]  # the layer on each level, and other steps of the solvers
     layers: int
     differentiable: tuple[bool, ...]  # the leaves of the slices with a gradient; times only where they are traced
-    recurrent: bool = False
+    recurrent: bool = False  # whether all its weights are shared: their gradient is one contraction over all steps
     footprint: Footprint = Footprint(0, 0, 0.0)  # cost and memory of a layer
     single_example: bool = False  # whether the step also takes a single example, for a solver that averages examples
 
-    @property
-    def has_aux(self) -> bool:
-        """Whether the step returns ``(y_next, aux)``."""
-        return self.steps[0][1].has_aux
+
+@dataclasses.dataclass(frozen=True)
+class Linearised:
+    """A step, linearised where it is evaluated: the adjoint transposes it without evaluating the step again.
+
+    JAX's pullback is a pytree of the arrays that the transposed step needs. Arrays that depend on the state, such as the
+    output of a tanh, are kept. Arrays that depend on parameters only, such as the matrix of a product, are available
+    anyway, and keeping them would copy the parameters.
+    """
+
+    step: Callable[[State, Slices, PyTree], tuple[State, PyTree]]  # with aux
+    differentiable: tuple[bool, ...]  # the leaves of the slices that have a gradient
+    weights: bool = False  # whether shared operands are differentiated, too, for `contract`
+
+    def evaluate(self, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree, list[jax.Array]]:
+        """Return the next state, aux, and the arrays to keep."""
+        u_next, pullback, aux = self._vjp(u, x, shared)
+        leaves = jax.tree.leaves(pullback)
+        return u_next, aux, [leaves[i] for i in self._from_state(u, x, shared)]
+
+    def transpose(
+        self, u: State, x: Slices, shared: PyTree, kept: Sequence[jax.Array]
+    ) -> Callable[[State], tuple[State, list[jax.Array], list[jax.Array]]]:
+        """Return the pullback at ``u``, from a cotangent of the next state to those of ``u``, leaves of ``x`` and weights.
+
+        The step is traced again for its structure. Its values that depend on the state are not used, so the compiler drops
+        their computation.
+        """
+        _, pullback, _ = self._vjp(u, x, shared)
+        leaves, structure = jax.tree.flatten(pullback)
+        for i, value in zip(self._from_state(u, x, shared), kept, strict=True):
+            leaves[i] = value
+        pull: Callable[[State], tuple[State, list[jax.Array], list[jax.Array]]] = jax.tree.unflatten(structure, leaves)
+        return pull
+
+    def contract(
+        self, us: State, xs: Slices, shared: PyTree, kept: Sequence[jax.Array], lams: State
+    ) -> list[jax.Array]:
+        r"""Cotangents of the weights, summed over steps stacked along the leading axes. No step is evaluated.
+
+        The sum of :math:`J_n^T \lambda_n` is the transpose of :math:`\dot w \mapsto (J_n \dot w)_n`: transposed as a whole, a
+        product with weights becomes one contraction over all steps, and no step's own gradient is ever formed.
+        """
+        weights, _ = _tree.partition(shared)
+
+        def directional(dot: list[jax.Array]) -> State:
+            def one(u: State, x: Slices, kept: Sequence[jax.Array], lam: State) -> State:
+                pull = self.transpose(u, x, shared, kept)
+                push = jax.linear_transpose(lambda lam: pull(lam)[2], lam)
+                (u_dot,) = push(dot)
+                return u_dot
+
+            return jax.vmap(one)(us, xs, kept, lams)
+
+        (total,) = jax.linear_transpose(directional, weights)(lams)
+        return total
+
+    def _vjp(self, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree, PyTree]:
+        leaves, combine = _tree.partition(x, self.differentiable)
+        weights, combine_shared = _tree.partition(shared)
+
+        def step(u: State, leaves: list[jax.Array], weights: list[jax.Array]) -> tuple[State, PyTree]:
+            return self.step(u, combine(leaves), combine_shared(weights) if self.weights else shared)
+
+        return jax.vjp(step, u, leaves, weights if self.weights else [], has_aux=True)
+
+    def _from_state(self, u: State, x: Slices, shared: PyTree) -> list[int]:
+        """Positions of the leaves of the pullback that depend on the state, without the state itself."""
+
+        def residuals(u: State, x: Slices, shared: PyTree) -> list[jax.Array]:
+            return jax.tree.leaves(self._vjp(u, x, shared)[1])
+
+        jaxpr = jax.make_jaxpr(residuals)(u, x, shared).jaxpr
+        states = jaxpr.invars[: len(jax.tree.leaves(u))]
+        following = set(states)
+        for equation in jaxpr.eqns:
+            if any(v in following for v in equation.invars if not isinstance(v, core.Literal)):
+                following.update(equation.outvars)
+        out = [None if isinstance(v, core.Literal) else v for v in jaxpr.outvars]
+        return [i for i, v in enumerate(out) if v in following and v not in states]

@@ -1,12 +1,7 @@
 """One level of the hierarchy: a chain of dependent steps, grouped into intervals.
 
-A level is the system ``u[n+1] = step(u[n], x[n], shared) + rhs[n]``, ``u[0] = y0``. The finest level has no
-right-hand side; a coarse level has another step, and the right-hand side of the FAS scheme, so nothing in the
-solver asks which level it is on. The adjoint system is a level too, reversed: its chain runs
-from the last step to the first.
-
-C-points are the states that leave the intervals, stacked along a leading axis of length ``intervals``. The F-points
-between them are functions of the C-points and are never stored by the solver.
+The finest level has no right-hand side; a coarse level has another step, and the right-hand side of the FAS scheme. The adjoint
+system is a level too, reversed. So no solver asks which level it is on.
 """
 
 import dataclasses
@@ -33,27 +28,10 @@ class Level:
         xs: operands of the steps, as `split` groups them.
         shared: operand of every step.
         y0: the state that enters the chain.
-        rhs: right-hand side, as `split` groups it, or None for zero.
         step: ``step(u, x, shared) -> u_next``; the identity beyond the last layer.
         steps: number of steps on this worker, a multiple of ``factor``.
         factor: coarsening factor to the next level; 1 on the coarsest.
         workers: where the intervals live.
-        number: 0 is the finest level.
-        span: number of layers that one step stands for.
-        reverse: whether the chain runs from the last step to the first.
-        at_once: number of intervals whose steps are evaluated at once.
-        unroll: number of steps to unroll where they follow each other.
-        transfer: (restrict, prolong) of the state between this level and the next coarser one, or None.
-        expand: turns one interval's ``xs`` into operands of each step, ``(factor, ...)``; None where they already are.
-        linearise_at: ``linearise_at(xs, states)`` puts the states of the last fine relaxation into the operands; None where
-            the step does not need them.
-        gathered: operands of all workers' steps, where the level is solved on every worker; else None.
-        single_example: whether ``step`` also takes a single example.
-        unit: size of the states, in which residuals are squared; None for 1.
-        origin: another step whose Jacobian replaces that of ``step``; None for none. On an adjoint level, the step that is
-            transposed, ``origin(u, x, shared)``, with u and x from the operands ``(x, u, ...)``.
-        has_sources: whether the steps are affine: an adjoint with sources.
-        chain: the layers that the steps stand for, from which coarser levels are made; None on an adjoint level.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -70,21 +48,21 @@ class Level:
     steps: int
     factor: int
     workers: Workers
-    number: int = 0
-    span: int = 1
-    rhs: Points | None = None
-    reverse: bool = False
-    at_once: int = 1
-    unroll: int = 1
-    transfer: Transfer | None = None
-    expand: Callable[[PyTree, PyTree], PyTree] | None = None
-    linearise_at: Callable[[PyTree, Points], PyTree] | None = None
-    gathered: PyTree = None
-    single_example: bool = False
-    unit: Scalar | None = None
-    origin: SliceStep | None = None
-    has_sources: bool = False
-    chain: PyTree = None
+    number: int = 0  # of the level; 0 is the finest
+    span: int = 1  # number of layers that one step stands for
+    rhs: Points | None = None  # right-hand side, as `split` groups it; None for zero
+    reverse: bool = False  # whether the chain runs from the last step to the first
+    at_once: int = 1  # number of intervals whose steps are evaluated at once
+    unroll: int = 1  # number of steps to unroll where they follow each other
+    transfer: Transfer | None = None  # (restrict, prolong) of the state to and from the next coarser level
+    expand: Callable[[PyTree, PyTree], PyTree] | None = None  # from one interval's ``xs`` to operands of each step
+    linearise_at: Callable[[PyTree, Points], PyTree] | None = None  # puts the states of the last relaxation into ``xs``
+    gathered: PyTree = None  # operands of all workers' steps, where the level is solved on every worker
+    single_example: bool = False  # whether ``step`` also takes a single example
+    unit: Scalar | None = None  # size of the states, in which residuals are squared; None for 1
+    origin: SliceStep | None = None  # step whose Jacobian Newton takes; of an adjoint level the one that is transposed
+    has_sources: bool = False  # whether the steps are affine: an adjoint with sources
+    chain: PyTree = None  # the layers, from which coarser levels are made; None on an adjoint level
 
     @property
     def intervals(self) -> int:
@@ -110,10 +88,6 @@ class Level:
     def incoming(self, u: CPoints) -> CPoints:
         """States that enter the intervals, given the C-points that leave them."""
         return self.workers.incoming(u, self.y0, self.interval_span, reverse=self.reverse)
-
-    def incoming_points(self, points: Points) -> Points:
-        """States that enter the steps, given those that leave them."""
-        return self.workers.incoming(points, self.y0, self.span, reverse=self.reverse)
 
     def last(self, u: CPoints) -> State:
         """The state that leaves the chain, given the C-points."""
@@ -190,13 +164,9 @@ class Level:
 
 
 def sum_of_squares(level: Level, tree: PyTree) -> jax.Array:
-    """Sum of squared magnitudes over all leaves, in at least single precision, in units of the level's states.
+    """Sum of squared magnitudes over all leaves, in at least single precision.
 
-    In these units squares neither overflow nor vanish, however large or small the states are. `Level.norm` undoes them.
-
-    Args:
-        level: the level whose `Solver.improve` returns the sum.
-        tree: residuals.
+    It is in units of the states of ``level``, so that it neither overflows nor vanishes. `Level.norm` undoes them.
     """
     unit = level.unit
     if unit is None:

@@ -1,7 +1,8 @@
-"""Relaxation and residual: the parallel half of a cycle (algorithm: Falgout et al. 2014, Guenther et al. 2020).
+"""The pieces of a cycle (Falgout et al. 2014, Guenther et al. 2020): relaxation and residual; and the way to the coarser level.
 
-All functions take C-points, leaves ``(intervals, ...)``. F-points are not stored: each function propagates the C-points
-over them, so "F-relaxation, then ..." is part of its computation.
+They take C-points, leaves ``(intervals, ...)``. F-points are not stored: each function propagates the C-points over them, so
+"F-relaxation, then ..." is part of its computation. Points of the coarser level are the C-points, so injection in time is the
+identity. The coarse right-hand side and the correction are those of the full approximation scheme (FAS).
 """
 
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, State
-from lp_jax._levels._level import Level
-from lp_jax._levels._sweep import sweep
+from lp_jax._levels._level import Level, identity
+from lp_jax._levels._sweep import each, sweep
 
 Relaxation: TypeAlias = str | Callable[[Level, CPoints], CPoints]
 
@@ -31,10 +32,7 @@ class Relaxed(NamedTuple):
 
 
 def f_relax(level: Level, u: CPoints) -> Points:
-    """F-relaxation: the states after every step, F-points propagated from the C-point on their left.
-
-    Returns:
-        Leaves ``(steps, ...)``; the C-points among them are ``u`` itself.
+    """F-relaxation: the states after every step, ``(steps, ...)``, F-points propagated from the C-point on their left.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -66,19 +64,6 @@ def residual(level: Level, u: CPoints) -> CPoints:
     return _tree.sub(sweep(level, level.incoming(u))[0], u)
 
 
-def with_residual(level: Level, u: CPoints) -> Relaxed:
-    """Relaxed C-points and their `residual`."""
-    incoming = level.incoming(u)
-    return Relaxed(u, _tree.sub(sweep(level, incoming)[0], u), incoming)
-
-
-def with_points(level: Level, u: CPoints) -> Relaxed:
-    """`with_residual`, with the states that enter every step, from the same sweep."""
-    incoming = level.incoming(u)
-    swept, entered = sweep(level, incoming, advance=_with_incoming(level))
-    return Relaxed(u, _tree.sub(swept, u), incoming, level.merge(entered))
-
-
 def relaxed(
     relaxation: Relaxation | tuple[Relaxation, ...], weight: jax.Array | float, level: Level, u: CPoints, points: bool
 ) -> Relaxed:
@@ -101,7 +86,11 @@ def relaxed(
         # C-relaxations, and the sweep of the residual, in one loop
         (u, swept, incoming), _ = lax.scan(sweeps, (u, u, u), length=rule.count("C") + 1)
         return Relaxed(u, _tree.sub(swept, u), incoming)
-    return with_points(level, u) if points else with_residual(level, u)
+    incoming = level.incoming(u)
+    if not points:
+        return Relaxed(u, _tree.sub(sweep(level, incoming)[0], u), incoming)
+    swept, entered = sweep(level, incoming, advance=_with_incoming(level))
+    return Relaxed(u, _tree.sub(swept, u), incoming, level.merge(entered))
 
 
 def per_level(setting: T | tuple[T, ...]) -> tuple[T, ...]:
@@ -133,3 +122,33 @@ def _with_incoming(level: Level) -> Advance:
         return level.step(u, x, shared), u
 
     return advance
+
+
+def restrict(level: Level, u: CPoints) -> Points:
+    """C-points of ``level`` as the points of the next coarser one, ``v_j = R u[jm]``. Leaves ``(intervals, ...)``."""
+    return u if level.transfer is None else jax.vmap(level.transfer[0])(u)
+
+
+def prolong(level: Level, v: Points) -> CPoints:
+    """Points of the next coarser level as C-points of ``level``, ``P v_j``. Leaves ``(intervals, ...)``."""
+    return v if level.transfer is None else jax.vmap(level.transfer[1])(v)
+
+
+def coarse_rhs(coarse: Level, v: Points, r: Points, incoming: Points | None = None) -> Points:
+    """Right-hand side of the coarse problem, ``g'_j = r_j + v_j - Phi'(v_{j-1})``, from restricted states and residuals.
+
+    All have leaves ``(coarse.steps, ...)``. ``incoming`` are the ``v_{j-1}``, where they are known.
+    """
+    if incoming is None:
+        incoming = coarse.workers.incoming(v, coarse.y0, coarse.span, reverse=coarse.reverse)
+    if coarse.step is identity:
+        stepped = incoming
+    else:
+        one = each(coarse, lambda u, x: coarse.step(u, x, coarse.shared), incoming)
+        stepped = one(incoming, coarse.merge(coarse.xs))
+    return _tree.add(r, _tree.sub(v, stepped))
+
+
+def correct(level: Level, u: CPoints, new: Points, old: Points) -> CPoints:
+    """Coarse-grid correction of the C-points, ``u_c + P(u'_j - v_j)``."""
+    return _tree.add(u, prolong(level, _tree.sub(new, old)))

@@ -34,16 +34,23 @@ def sweep(
     size = chunk(level.intervals, level.at_once)
     if size == level.intervals > 1:
         return _at_once(level, advance, count, incoming, emitted, 0, size)
-    if size > 1:
-        return _chunks(level, advance, count, incoming, emitted, size)
 
-    def interval(k: jax.Array | int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
+    def some(first: jax.Array | int, number: int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
         reached, emitted = carry
-        u, emitted = _interval(level, advance, count, _tree.take(incoming, k), level.xs, level.rhs, emitted, k)
-        return _tree.put(reached, u, k), emitted
+        if size == 1:
+            u = _tree.take(incoming, first)
+            u, emitted = _interval(level, advance, count, u, level.xs, level.rhs, emitted, first)
+            return _tree.put(reached, u, first), emitted
+        u = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, number), incoming)
+        u, emitted = _at_once(level, advance, count, u, emitted, first, number)
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, first, axis=0), reached, u), emitted
 
+    whole, left = divmod(level.intervals, size)
     carry = (_tree.zeros_like(incoming), emitted)
-    return interval(0, carry) if level.intervals == 1 else lax.fori_loop(0, level.intervals, interval, carry)
+    if whole == level.intervals == 1:
+        return some(0, 1, carry)
+    carry = lax.fori_loop(0, whole, lambda k, carry: some(k * size if size > 1 else k, size, carry), carry)
+    return some(whole * size, left, carry) if left else carry
 
 
 def each(level: Level, one: Callable[..., PyTree], like: PyTree) -> Callable[..., PyTree]:
@@ -54,23 +61,6 @@ def each(level: Level, one: Callable[..., PyTree], like: PyTree) -> Callable[...
     if size == n:
         return at_once
     return lambda *operands: in_chunks(lambda _, x: (None, at_once(*x)), None, operands, size)[1]
-
-
-def _chunks(
-    level: Level, advance: Advance | None, count: int, incoming: CPoints, emitted: PyTree, size: int
-) -> tuple[CPoints, PyTree]:
-    """`sweep` through ``size`` intervals at a time."""
-
-    def some(first: jax.Array | int, size: int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
-        reached, emitted = carry
-        u = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size), incoming)
-        u, emitted = _at_once(level, advance, count, u, emitted, first, size)
-        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, first, axis=0), reached, u), emitted
-
-    whole, left = divmod(level.intervals, size)
-    carry = (_tree.zeros_like(incoming), emitted)
-    carry = lax.fori_loop(0, whole, lambda k, carry: some(k * size, size, carry), carry)
-    return some(whole * size, left, carry) if left else carry
 
 
 def _at_once(

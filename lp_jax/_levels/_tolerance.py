@@ -14,8 +14,7 @@ from lp_jax._levels._level import Level, sum_of_squares
 def unit_of(level: Level) -> Scalar:
     """Size of the states: the largest number of ``y0``, if there is a finite one that is not zero."""
     dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
-    sizes = [jnp.max(_finite(x), initial=0).astype(dtype) for x in jax.tree.leaves(level.y0)]
-    size = jnp.max(jnp.stack(sizes))
+    size = jnp.max(jnp.stack([jnp.max(_finite(x), initial=0).astype(dtype) for x in jax.tree.leaves(level.y0)]))
     return jnp.where(size > jnp.finfo(dtype).tiny, size, 1)
 
 
@@ -23,24 +22,15 @@ def _finite(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
 
 
-def rounding(level: Level) -> jax.Array:
-    """Residual norm from rounding, for states about as large as ``y0``."""
-    return level.in_units(level.workers.total(level.interval_span) * rounding_of(level, level.y0))
-
-
 def rounding_of(level: Level, u: CPoints) -> Scalar:
-    """Square of the rounding of states. No residual norm gets below it; where states decay, it is below `rounding`."""
+    """Square of the rounding of states. No residual norm gets below it."""
     dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
-    squares = [jnp.square(_eps(x)) * sum_of_squares(level, _finite(x)).astype(dtype) for x in jax.tree.leaves(u)]
+    squares = [jnp.square(eps_of(x)) * sum_of_squares(level, _finite(x)).astype(dtype) for x in jax.tree.leaves(u)]
     return jnp.sum(jnp.stack(squares))
 
 
-def smallest_rtol(level: Level) -> float:
-    """Relative tolerance that rounding meets. A network that starts from zeros has no other measure of it."""
-    return 2 * max(map(_eps, jax.tree.leaves(level.y0)))
-
-
-def _eps(x: jax.Array) -> float:
+def eps_of(x: jax.Array) -> float:
+    """Rounding of numbers of an array's dtype."""
     return float(jnp.finfo(x.dtype).eps)
 
 
@@ -51,9 +41,9 @@ _STALLED = 4  # iterations that do not halve a residual norm that had fallen ten
 
 
 def largest_reference(level: Level) -> Scalar:
-    """Largest first residual norm that a tolerance may be relative to, after a start from coarse levels.
+    """Largest first residual norm that a tolerance may be relative to: of changes as large as ``y0`` in every interval.
 
-    It is the norm of changes as large as ``y0`` in every interval. Coarse steps that diverge lead to larger states.
+    Coarse steps that diverge lead to larger states.
     """
     size = level.in_units(sum_of_squares(level, level.y0)) * math.sqrt(level.workers.total(level.interval_span))
     return jnp.where(size > 0, size, jnp.inf)
@@ -63,30 +53,27 @@ def changed_unseen(level: Level, before: CPoints, after: CPoints) -> jax.Array:
     """How many numbers of the last C-point here an iteration changed, of those too small for squares of residuals, ``(1,)``."""
 
     def leaf(a: jax.Array, b: jax.Array) -> jax.Array:
-        seen = math.sqrt(jnp.finfo(a.dtype).tiny) / _eps(a) * level.in_units(jnp.ones((), jnp.finfo(a.dtype).dtype))
+        seen = math.sqrt(jnp.finfo(a.dtype).tiny) / eps_of(a) * level.in_units(jnp.ones((), jnp.finfo(a.dtype).dtype))
         return jnp.sum((a[-1:] != b[-1:]) & (jnp.abs(b[-1:]) < seen), dtype=jnp.int32)
 
     return sum(jax.tree.leaves(jax.tree.map(leaf, before, after)), jnp.int32(0))[None]
 
 
 def measure_corrections(level: Level, before: tuple[Points, State], after: tuple[Points, State]) -> jax.Array:
-    """Squares by leaves of the state, ``(leaves, 4)``.
+    """Squares by leaves of the state, ``(leaves, 4)``: of the change of all states, of these, of the last one's change, of that.
 
-    They are those of the correction of all states, of the states, of the correction of the state that leaves the chain, and of
-    that state. ``before`` and ``after`` hold the states, and the one that leaves this worker.
+    ``before`` and ``after`` hold the states, and the one that leaves this worker.
     """
     ends = level.workers.index() == level.workers.first(not level.reverse)
 
     def leaf(old: jax.Array, new: jax.Array, old_last: jax.Array, new_last: jax.Array) -> jax.Array:
         parts = [sum_of_squares(level, x) for x in (new - old, new, new_last - old_last, new_last)]
         vanished = (parts[3] == 0) & jnp.any(new_last != 0)  # then a correction may not be seen either
-        return jnp.stack(
-            [jnp.where(vanished, jnp.inf, parts[0]), parts[1], *(jnp.where(ends, x, 0) for x in parts[2:])]
-        )
+        last = [jnp.where(ends, x, 0) for x in parts[2:]]
+        return jnp.stack([jnp.where(vanished, jnp.inf, parts[0]), parts[1], *last])
 
-    return jnp.stack(
-        jax.tree.leaves(jax.tree.map(leaf, *(x for pair in zip(before, after, strict=True) for x in pair)))
-    )
+    (old, old_last), (new, new_last) = before, after
+    return jnp.stack(jax.tree.leaves(jax.tree.map(leaf, old, new, old_last, new_last)))
 
 
 def relative_error(
@@ -94,18 +81,17 @@ def relative_error(
 ) -> tuple[Scalar, Scalar, jax.Array]:
     """Estimate the relative error of a sweep's states, the largest of all leaves, from the norms of its corrections.
 
-    A residual can be small where the error is large: layers that remember add up their residuals. The correction is this sum.
     All states are compared with the first correction, or with the states where these are smaller; the state that leaves the
     chain, from which the gradient of ``y0`` comes, with itself. The error is infinite where that is lost in the rounding of sums.
+    After a ``warm`` start the first correction is no measure, and the states are one.
 
     ``norms`` are those of `measure_corrections`, ``first`` those of the first correction, ``errors`` those of the
-    ``count`` sweeps before. After a ``warm`` start the first correction is no measure, and the states are one. It returns the
-    last correction as a relative error, the error that is left, and ``first``.
+    ``count`` sweeps before. It returns the last correction as a relative error, the error that is left, and ``first``.
     """
     leaves = jax.tree.leaves(level.y0)
     dtype = norms.dtype
-    summed = jnp.asarray([_eps(x) for x in jax.tree.leaves(jax.eval_shape(_tree.wide, level.y0))], dtype)
-    eps = 2 * jnp.asarray([_eps(x) for x in leaves], dtype) + 8 * summed
+    summed = jnp.asarray([eps_of(x) for x in jax.tree.leaves(jax.eval_shape(_tree.wide, level.y0))], dtype)
+    eps = 2 * jnp.asarray([eps_of(x) for x in leaves], dtype) + 8 * summed
     change, size, last_change, last = norms.T
     first = jnp.where(count == 0, size if warm else change, first)
     first = jnp.where(first <= eps * size, change, first)  # a leaf may stay until another one has changed

@@ -23,15 +23,12 @@ from lp_jax._arrays._types import Advance, Arrays, CPoints, Points, PyTree, Slic
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._contract import (
     emit_gradient,
+    emitting,
     gradient_of_aux,
-    of_linearised,
-    of_steps,
-    pull_step,
     shared_gradient,
-    sources_of,
 )
+from lp_jax._levels._layer import Linearised
 from lp_jax._levels._level import Level, identity
-from lp_jax._levels._linear import Linearised
 from lp_jax._levels._relax import entering
 from lp_jax._levels._result import if_finite
 from lp_jax._solvers._solver import Solver, Stats, iterate
@@ -66,7 +63,7 @@ def solve_adjoint(
     leaves of aux, ``(N, ...)``, None for leaves that the loss does not see. The ``adjoint_guess`` of the gradient are the
     cotangents of the states that enter the intervals.
     """
-    forward, linearised = solver.discretize(chain), chain.linearised
+    forward, linearised = solver.discretize(chain), None if left.linearisations is None else chain.linearised
     fine = forward[0]
     needs_states = any(level.linearise_at for level in forward)  # coarse steps linearised at all states
     recompute = (
@@ -89,14 +86,12 @@ def solve_adjoint(
         c_points = chain.workers.incoming(left.c_points, chain.y0, stride, reverse=False)
         return jax.tree.map(lambda x: x[:: span // stride], c_points)
 
-    advance, sources = chain.emitting([a is not None for a in aux_cotangents]), sources_of(chain, aux_cotangents)
+    advance, sources = emitting(chain, aux_cotangents)
     of_aux = None
-    if left.linearisations is None:
+    if linearised is None:
         finest = transpose(fine, states, y1_cotangent, advance, sources, recompute=recompute)
-        pull, contraction = pull_step(chain, advance), of_steps(fine, advance)
     else:
         finest = _transpose_linearised(fine, linearised, states, left.linearisations, y1_cotangent)
-        pull, contraction = linearised.transpose, of_linearised(fine, linearised)
         if sources:
             rhs, of_aux = gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once)
             finest = finest.with_rhs(rhs)
@@ -110,9 +105,11 @@ def solve_adjoint(
         guess = jax.vmap(lambda pads, lam: _tree.where(pads, y1_cotangent, lam))(inert, guess)
     lam, stats = iterate(solver, levels, guess)
     weights, combine = _tree.partition(fine.shared)
-    lam, (slices, cotangents) = solver.finish(levels, lam, emit_gradient(chain, pull, keep=bool(weights)))
+    lam, (slices, cotangents) = solver.finish(
+        levels, lam, emit_gradient(chain, advance, linearised, keep=bool(weights))
+    )
     slices = fine.merge(slices)
-    shared = shared_gradient(fine, finest, cotangents, contraction)
+    shared = shared_gradient(fine, finest, cotangents, advance, linearised)
     if of_aux is not None:
         slices, shared = _tree.add((slices, shared), of_aux)
     gradient = Arrays(

@@ -184,7 +184,7 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
             guess = _tree.zeros_like(_tree.repeat(y0, levels[0].intervals))
         iterated, stats = iterate(solver, levels, guess)
         keep_states = keep and solver.keeps_states
-        advance = _emit(chain, keep_states) if keep_states or program.traced.has_aux else None
+        advance = _emit(chain, keep_states) if keep_states or program.traced.steps[0][1].has_aux else None
         u, emitted = solver.finish(levels, iterated, advance)
         states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
         entered = entered_in_final_sweep(levels[0], iterated, u) if keep and not keep_states else None
@@ -221,7 +221,7 @@ def _backward(
 
 def _emit(chain: Chain, keep_states: bool) -> Advance:
     """A step of the finest level that emits aux; with ``keep_states`` also its input state and its linearisation."""
-    layer, linearised = chain.layer(), chain.linearised
+    layer, linearised = chain.step(0, aux=True), chain.linearised
 
     def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
         if keep_states:

@@ -32,10 +32,15 @@ def solve(workers: Workers, maps: Maps, kind: Jacobians, *, reverse: bool) -> ja
         return maps.vector
     start = _tree.zeros_like(maps.vector[0])
     several = workers.active > 1
-    compose = functools.partial(_compose, kind)
+
+    def compose(first: Maps, second: Maps) -> Maps:
+        return Maps(kind.compose(first.matrix, second.matrix), _at(kind, second, first.vector))
+
     if not workers.processor.multiplies(kind.flops(maps.matrix.shape[1:])):
         if several:
-            total = _total_in_turn(maps, compose, reverse)
+            first, rest = (-1, slice(None, -1)) if reverse else (0, slice(1, None))
+            first, rest = (jax.tree.map(lambda x, which=which: x[which], maps) for which in (first, rest))
+            total = lax.scan(lambda total, one: (compose(total, one), None), first, rest, reverse=reverse)[0]
             start = workers.exclusive_scan(total, reverse=reverse, compose=compose).vector
         return lax.scan(lambda d, one: (_at(kind, one, d),) * 2, start, maps, reverse=reverse)[1]
     levels = [_group(maps, kind)]
@@ -73,13 +78,6 @@ def _totals(groups: Maps, compose: Compose, reverse: bool) -> Maps:
     return functools.reduce(jax.vmap(compose), _in_order(groups, reverse))
 
 
-def _total_in_turn(maps: Maps, compose: Compose, reverse: bool) -> Maps:
-    """All maps as one."""
-    first, rest = (-1, slice(None, -1)) if reverse else (0, slice(1, None))
-    first, rest = (jax.tree.map(lambda x, which=which: x[which], maps) for which in (first, rest))
-    return lax.scan(lambda total, one: (compose(total, one), None), first, rest, reverse=reverse)[0]
-
-
 def _down(groups: Maps, states: jax.Array, kind: Jacobians, reverse: bool, *, leaving: bool = False) -> jax.Array:
     """From states that enter the groups, ``(groups, ...)``, the states that enter (or leave) each map, ``(n, ...)``."""
     at = jax.vmap(functools.partial(_at, kind))
@@ -91,7 +89,3 @@ def _down(groups: Maps, states: jax.Array, kind: Jacobians, reverse: bool, *, le
 
 def _at(kind: Jacobians, one: Maps, d: jax.Array) -> jax.Array:
     return kind.apply(one.matrix, d) + one.vector
-
-
-def _compose(kind: Jacobians, first: Maps, second: Maps) -> Maps:
-    return Maps(kind.compose(first.matrix, second.matrix), _at(kind, second, first.vector))

@@ -1,30 +1,27 @@
-"""Coarse steps, which replace an interval's layers on a coarse level: their interface, and a plain function as one."""
+"""Coarse steps, which replace an interval's layers on a coarse level: their interface, and those that are no solvers."""
 
 import abc
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lp_jax._arrays import _tree
+import jax
+import jax.numpy as jnp
+
+from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._pytree import register
-from lp_jax._arrays._types import Layer, Points, PyTree, Slices, SliceStep, State, Transfer
+from lp_jax._arrays._types import Layer, Points, PyTree, Slices, SliceStep, Stacked, State, Transfer
+from lp_jax._comms._workers import select
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level, identity
-from lp_jax._levels._transfer import fit_transfer
 
 
 class Coarse(NamedTuple):
-    """The steps of a coarse level.
+    """The steps of a coarse level."""
 
-    Attributes:
-        step: ``step(u, x, shared) -> u_next``, through one interval.
-        xs: its operands, leaves ``(intervals, ...)``.
-        linearise_at: puts the F-point states of the last relaxation into the operands; None where the step does not need them.
-    """
-
-    step: SliceStep
-    xs: PyTree
-    linearise_at: Callable[[PyTree, Points], PyTree] | None = None
+    step: SliceStep  # ``step(u, x, shared) -> u_next``, through one interval
+    xs: PyTree  # its operands, leaves ``(intervals, ...)``
+    linearise_at: Callable[[PyTree, Points], PyTree] | None = None  # puts the states of the last relaxation into ``xs``
 
 
 def coarser(level: Level, coarse: Coarse, factor: int = 1, transfer: Transfer | None = None) -> Level:
@@ -41,7 +38,7 @@ def coarser(level: Level, coarse: Coarse, factor: int = 1, transfer: Transfer | 
         span=level.interval_span,
         at_once=max(1, level.at_once // level.factor),
         unroll=1,
-        transfer=fit_transfer(transfer, y0),
+        transfer=transfer,
         linearise_at=coarse.linearise_at,
     )
 
@@ -71,13 +68,9 @@ class CoarseStep(abc.ABC):
 
     @abc.abstractmethod
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
-        """Make the steps of a coarse level.
+        """Make the steps of a coarse ``level`` of all layers, the ``chain``, in intervals of ``span`` of them.
 
-        Args:
-            chain: all layers.
-            level: number of the coarse level.
-            span: number of layers in an interval.
-            at_once: number of layers that are evaluated at once, where they do not depend on each other.
+        Layers that do not depend on each other are evaluated ``at_once`` at a time.
         """
 
 
@@ -99,12 +92,7 @@ class Identity(CoarseStep):
 @register()
 @dataclasses.dataclass(frozen=True)
 class PerInterval(CoarseStep):
-    """A plain function ``f(step, y, layers) -> y`` as a coarse step.
-
-    Args:
-        function: ``layers`` is a `Layer` whose leaves have the interval's layers as leading axis; ``shared`` and
-            ``level`` are None there. ``step(y, layer)`` is the user's own step, which sees both.
-    """
+    """A function ``f(step, y, layers) -> y`` as in `MGRIT`; only ``step`` sees ``shared`` and ``level``."""
 
     function: Callable[[Callable[[State, Layer], State], State, Layer], State]
 
@@ -118,3 +106,70 @@ class PerInterval(CoarseStep):
             return self.function(one, u, Layer(x.params, None, x.data, x.t, x.dt, x.index, None))  # type: ignore[arg-type]
 
         return Coarse(through, _tree.split(chain.slices, span))
+
+
+@register()
+@dataclasses.dataclass(frozen=True)
+class Rediscretize(CoarseStep):
+    """The field's standard coarse step: the user's own step, once per interval, with the interval's whole dt.
+
+    It needs a step that is a one-step method of an ODE, so that dt can be stretched, and costs one evaluation.
+
+    Args:
+        params: parameters of the coarse step. "inject": those of the interval's first layer; "mean": the mean over its
+            layers; or a pure function of the interval's stacked parameters (leaves ``(k, ...)``, k the number of fine
+            layers) that returns one layer's. Per-layer ``data`` follow the same rule: injected, or averaged where they
+            are floating point; a function applies to parameters only and data are injected.
+
+    Raises:
+        ValueError: for an unknown ``params``.
+
+    Example:
+        >>> import lp_jax
+        >>> lp_jax.MGRIT(coarse_step=lp_jax.Rediscretize(params="mean")).coarse_step
+        Rediscretize(params='mean')
+    """
+
+    params: str | Callable[[PyTree], PyTree] = "inject"
+
+    def __post_init__(self) -> None:
+        if not callable(self.params):
+            _check.one_of("params", self.params, ("inject", "mean"), otherwise="or a function")
+
+    @property
+    def stretches_dt(self) -> bool:
+        return True
+
+    def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
+        slices, weights = chain.slices, None
+        if self.params == "mean":  # without padding
+            groups = _tree.split((slices.index < chain.layers).astype(slices.dt.dtype), span)
+            weights = groups / jnp.maximum(1, jnp.sum(groups, axis=1, keepdims=True))
+
+        def one(x: jax.Array) -> jax.Array:
+            if weights is None or not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x[::span]
+            # a product, as XLA's sum over such an axis is slow on a CPU
+            return jnp.einsum("gs,gs...->g...", weights.astype(x.dtype), _tree.split(x, span), precision="highest")
+
+        params, data = _tree.with_fresh_keys((slices.params, slices.data))
+        rule = self.params
+        coarse = Slices(
+            params=_of_intervals(rule, params, chain, span) if callable(rule) else jax.tree.map(one, params),
+            data=jax.tree.map(one, data),
+            t=slices.t[::span],
+            dt=jnp.sum(_tree.split(slices.dt, span), axis=1),
+            index=slices.index[::span],
+        )
+        return Coarse(chain.step(level), coarse)
+
+
+def _of_intervals(rule: Callable[[PyTree], PyTree], params: Stacked, chain: Chain, span: int) -> Stacked:
+    """Apply ``rule`` to every interval, without padding where the last interval is short."""
+    values = jax.vmap(rule)(_tree.split(params, span))
+    if chain.total % span == 0 or chain.steps == 0:
+        return values
+    here, at = chain.workers.end(1, chain.steps)
+    last = at // span
+    short = rule(jax.tree.map(lambda x: x[last * span : at + 1], params))
+    return _tree.put(values, select(here, short, _tree.take(values, last)), last)

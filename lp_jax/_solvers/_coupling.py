@@ -20,8 +20,12 @@ _ONE_BY_ONE = "mul div neg add sub add_any convert_element_type select_n copy re
 
 def acts_in_place(linear: Linear, state: State) -> bool:
     """Whether a linear function combines only numbers at equal positions. False where its program does not show it."""
+
+    def rule(equation: core.JaxprEqn, inputs: list[Property]) -> Property:
+        return equation.primitive.name in _ONE_BY_ONE and False not in inputs
+
     program = jax.make_jaxpr(linear)(state).jaxpr
-    return all(_follow(program, [True] * len(program.invars), _in_place))
+    return all(_follow(program, [True] * len(program.invars), rule))
 
 
 def shares_weights(step: Callable[..., State], y: State, x: PyTree, shared: PyTree) -> bool:
@@ -40,11 +44,9 @@ def shares_weights(step: Callable[..., State], y: State, x: PyTree, shared: PyTr
 
 
 def couplings(step: Callable[..., State], y: State, x: PyTree, shared: PyTree) -> tuple[int, int]:
-    """Read from a step's program which numbers it combines.
+    """Count the examples along the first axis of the state, and its leaves, where a step's program keeps them apart; else 0.
 
-    Returns:
-        Number of examples along the first axis of the state, if they are kept apart, else 0; and number of leaves of the state,
-        if only numbers at equal positions of them are combined, else 0.
+    Leaves count if only numbers at equal positions are combined.
     """
     shapes = {leaf.shape for leaf in jax.tree.leaves(y)}
     leading = {shape[0] if len(shape) > 1 else 0 for shape in shapes}
@@ -63,9 +65,8 @@ def couplings(step: Callable[..., State], y: State, x: PyTree, shared: PyTree) -
 def example_axes(linear: Callable[..., PyTree], fixed: Sequence[PyTree], state: State, axes: int) -> list[Property]:
     """Follow the first axes of a state's leaves, those of examples, to the leaves of ``linear(*fixed, state)``.
 
-    Returns:
-        For each leaf its axes of examples; `COUPLED` if it combines numbers along them, `UNKNOWN` where the program does not
-        show it, None if it does not depend on the state.
+    It returns the axes of each leaf; `COUPLED` if it combines numbers along them, `UNKNOWN` where the program does not show it,
+    None if it does not depend on the state.
     """
     program = jax.make_jaxpr(linear)(*fixed, state).jaxpr
     of_state = len(jax.tree.leaves(state))
@@ -98,10 +99,6 @@ def _follow(
             results = [rule(equation, operands)] * len(equation.outvars)
         known.update(zip(equation.outvars, results, strict=True))
     return [of(atom) for atom in jaxpr.outvars]
-
-
-def _in_place(equation: core.JaxprEqn, inputs: list[Property]) -> bool:
-    return equation.primitive.name in _ONE_BY_ONE and False not in inputs
 
 
 COUPLED, UNKNOWN = "coupled", "unknown"

@@ -8,9 +8,8 @@ import jax
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import CPoints, Points, Scalar
 from lp_jax._levels._level import Level, sum_of_squares
-from lp_jax._levels._relax import Relaxation, f_relax, relaxed
+from lp_jax._levels._relax import Relaxation, coarse_rhs, correct, f_relax, prolong, relaxed, restrict
 from lp_jax._levels._sweep import sweep
-from lp_jax._levels._transfer import coarse_rhs, correct, prolong, restrict
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, solve_levels
 

@@ -1,30 +1,190 @@
-"""Serial propagation in a kernel, for steps that act on each number of the state by itself; long chains in intervals."""
+"""Serial propagation in a kernel, for steps that act on each number of the state by itself; long chains in intervals.
+
+A thread takes each number; the state stays in registers. All that does not depend on it, products of inputs with weights
+included, is computed before, for all steps at once.
+"""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
 from lp_jax._arrays import _tree
+from lp_jax._arrays._evaluate import CALLS, bind, evaluate
+from lp_jax._arrays._products import array_type, used_equations
 from lp_jax._arrays._pytree import register
 from lp_jax._arrays._types import Advance, CPoints, PyTree, SliceStep, Stacked, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import sweep
-from lp_jax._solvers import _kernel
-from lp_jax._solvers._kernel import march, split
 from lp_jax._solvers._solver import Solver, Start
 
-_FULL, _LONG, _MOST = 16_384, 4096, 128  # numbers from which intervals lose; steps from which they gain; most intervals
+_SAME_ORDER = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
+_BY_ITSELF = """abs add add_any and ceil clamp convert_element_type cos cosh div eq exp exp2 expm1 floor ge gt integer_pow le
+    log log1p logistic lt max min mul ne neg not one_minus_square or pow rsqrt select_n sign sin sinh sqrt square sub tan
+    tanh xor""".split()  # noqa: SIM905
+_BLOCK, _UNROLL = 32, 8  # numbers of a block, one for each thread; steps whose operands are loaded together
+_MOST = 1024  # operations of the steps whose operands are loaded together: longer programs take long to compile
+INTERPRET = False  # run it on any device, for tests
+_FULL, _LONG, _INTERVALS = (
+    16_384,
+    4096,
+    128,
+)  # numbers from which intervals lose; steps from which they gain; most intervals
+
+
+def split(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> tuple[core.Jaxpr, core.Jaxpr, int, list[Any]] | str:
+    """Split a step's program in two.
+
+    Returns:
+        What does not depend on the state, from ``x``, ``shared`` and constants to operands of the rest; the rest, which acts on
+        each number by itself, from the state and these operands to the next state; the number of operands that differ from
+        step to step, which come first; and the constants. Or why there is no such split.
+    """
+    leaves, of_x = jax.tree.leaves(u), len(jax.tree.leaves(x))
+    if len({leaf.shape for leaf in leaves}) > 1 or not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves):
+        return "leaves of several shapes, or that are not real"
+    closed, inputs = jax.make_jaxpr(step)(u, x, shared), jax.tree.leaves((u, x, shared))
+    whole = jax.make_jaxpr(lambda args, consts: _inlined(closed.jaxpr, consts, args))(inputs, closed.consts).jaxpr
+    n, sizes = len(leaves), (1, leaves[0].size)
+    moving, varying = set(whole.invars[:n]), set(whole.invars[n : n + of_x])
+    early, late, single = [], [], {}
+    for equation in used_equations(whole):
+        name, operands = equation.primitive.name, dict.fromkeys(_variables(equation.invars))
+        if not moving & operands.keys():
+            early.append(equation)
+            varying.update(equation.outvars if varying & operands.keys() else ())
+            if name == "broadcast_in_dim" and all(array_type(v).size == 1 for v in operands):
+                single[equation.outvars[0]] = equation  # stays one number
+            continue
+        if name not in (*_BY_ITSELF, *_SAME_ORDER) or any(array_type(v).size not in sizes for v in operands):
+            return f"{name} of numbers that depend on the state"
+        late += [*(single.pop(v) for v in operands if v in single), equation]
+        moving.update(equation.outvars)
+    known = {*whole.invars[:n], *(v for equation in late for v in equation.outvars)}
+    used = _variables([*(v for equation in late for v in equation.invars), *whole.outvars])
+    needed = sorted(dict.fromkeys(v for v in used if v not in known), key=lambda v: v not in varying)
+    first = whole.replace(invars=whole.invars[n:], outvars=needed, eqns=early)
+    rest = whole.replace(invars=[*whole.invars[:n], *needed], eqns=late)
+    return first, rest, len(varying.intersection(needed)), closed.consts
+
+
+def _variables(atoms: Sequence[core.Var | core.Literal]) -> list[core.Var]:
+    return [v for v in atoms if not isinstance(v, core.Literal)]
+
+
+def _inlined(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluate a program; a trace of it has no calls, no rules of derivatives, and broadcasts as operations of their own."""
+
+    def operation(equation: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        if equation.primitive.name in CALLS:
+            called: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            return _inlined(getattr(called, "jaxpr", called), getattr(called, "consts", ()), operands)
+        if equation.primitive.name in _BY_ITSELF:
+            shape = array_type(equation.outvars[0]).shape
+            operands = [jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in operands]
+        return bind(equation, operands)
+
+    return evaluate(jaxpr, consts, args, operation)
+
+
+def _evaluate(rest: core.Jaxpr, operands: Sequence[jax.Array], block: int) -> list[jax.Array]:
+    """The state after a step at a block of places, in single precision at least. Operands are blocks, or single numbers."""
+
+    def operation(equation: core.JaxprEqn, operands: Sequence[Any]) -> list[jax.Array]:
+        values = [jnp.asarray(x, _wide(array_type(v))) for x, v in zip(operands, equation.invars, strict=True)]
+        if equation.primitive.name in _SAME_ORDER:
+            return values
+        if any(x.ndim for x in values):
+            values = [jnp.broadcast_to(x, (block,)) for x in values]
+        if equation.primitive.name == "convert_element_type":
+            return [values[0].astype(_wide(array_type(equation.outvars[0])))]
+        return [equation.primitive.bind(*values, **equation.params)]
+
+    results = zip(evaluate(rest, (), operands, operation), rest.outvars, strict=True)
+    return [jnp.broadcast_to(jnp.asarray(x, _wide(array_type(v))), (block,)) for x, v in results]
+
+
+def _wide(x: Any) -> jnp.dtype:
+    half = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    return jnp.dtype(jnp.float32) if half else x.dtype
+
+
+def launch() -> Any:
+    """How Pallas' Triton backend, deprecated by jax 0.12, launches the kernel; None where it is missing."""
+    try:
+        from jax.experimental.pallas import triton
+    except ImportError:
+        return None
+    return triton.CompilerParams(num_warps=1, num_stages=1)
+
+
+def march(step: SliceStep, starts: State, xs: Stacked, shared: PyTree, *, reverse: bool, ends: bool = False) -> Stacked:
+    """States after every step (or only the ``ends``) of a chain cut into intervals, from ``starts`` that enter them."""
+    from jax.experimental import pallas
+
+    leaves, structure = jax.tree.flatten(starts)
+    u, x = _tree.entry_like((starts, xs))
+    parts = split(step, u, x, shared)
+    assert not isinstance(parts, str)
+    first, rest, number, consts = parts
+    n, places, intervals, steps = len(leaves), leaves[0][0].size, _tree.leading(starts), _tree.leading(xs)
+    length = steps // intervals
+    block, unroll = math.gcd(places, _BLOCK), max(1, min(_UNROLL, length, _MOST // max(1, len(rest.eqns))))
+
+    def early(x: PyTree) -> list[jax.Array]:
+        return core.jaxpr_as_fun(core.ClosedJaxpr(first, []))(*jax.tree.leaves((x, shared)), *consts)
+
+    def spec(x: jax.Array, rows: int, follows: int = 1) -> Any:
+        return pallas.BlockSpec((rows, block)[: x.ndim], lambda c, p: (c * follows, p)[: x.ndim])
+
+    def kernel(*refs: Any) -> None:
+        rows, common, out = refs[n : n + number], [ref[0] for ref in refs[n + number : -n]], refs[-n:]
+
+        def load(i: jax.Array) -> list[jax.Array]:
+            i = jnp.minimum(i, length - 1)
+            return [ref[length - 1 - i if reverse else i] for ref in rows]
+
+        def turn(k: jax.Array, carry: tuple[list[jax.Array], Any], count: int = unroll) -> tuple[list[jax.Array], Any]:
+            state, now = carry
+            coming = [load((k + 1) * unroll + j) for j in range(unroll)]
+            for j in range(count):
+                state, i = _evaluate(rest, [*state, *now[j], *common], block), k * unroll + j
+                for ref, x in zip(out, state, strict=True):
+                    ref[0 if ends else length - 1 - i if reverse else i] = x.astype(ref.dtype)
+            return state, coming
+
+        start = [ref[0].astype(_wide(ref)) for ref in refs[:n]], [load(jnp.int32(j)) for j in range(unroll)]
+        whole = jnp.int32(length // unroll)
+        turn(whole, lax.fori_loop(jnp.int32(0), whole, turn, start), length % unroll)
+
+    def flat(x: jax.Array, rows: int) -> jax.Array:
+        return x.reshape((rows, places)[: 1 + (x.size > rows)])
+
+    initial = [x.reshape(intervals, places) for x in leaves]
+    each = [flat(x, steps) for x in jax.vmap(lambda x: early(x)[:number])(xs)]
+    common, written = [flat(x, 1) for x in early(_tree.take(xs, 0))[number:]], 1 if ends else length
+    results = pallas.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((intervals * written, places), x.dtype) for x in leaves],
+        grid=(intervals, places // block),
+        in_specs=[*(spec(x, 1) for x in initial), *(spec(x, length) for x in each), *(spec(x, 1, 0) for x in common)],
+        out_specs=[spec(x, written) for x in initial],
+        compiler_params=launch(),
+        interpret=INTERPRET,
+    )(*initial, *each, *common)
+    return jax.tree.unflatten(structure, [y.reshape(-1, *x.shape[1:]) for x, y in zip(leaves, results, strict=True)])
 
 
 def intervals(steps: int, places: int) -> int:
     """Number of intervals that a chain is cut into."""
-    most = 1 if places >= _FULL or steps < _LONG else min(_MOST, steps // 64)
+    most = 1 if places >= _FULL or steps < _LONG else min(_INTERVALS, steps // 64)
     return max(k for k in range(1, most + 1) if steps % k == 0)
 
 
@@ -67,9 +227,9 @@ def _solve(level: Level, step: SliceStep, y0: State, xs: Stacked, shared: PyTree
 
     @jax.custom_jvp
     def run(*operands: PyTree) -> tuple[Stacked, jax.Array]:
-        if _kernel.INTERPRET:
+        if INTERPRET:
             return joined(*operands)
-        if _kernel.launch() is None:
+        if launch() is None:
             return in_turn(*operands)
         return lax.platform_dependent(*operands, cuda=joined, default=in_turn)
 
@@ -83,10 +243,8 @@ def _solve(level: Level, step: SliceStep, y0: State, xs: Stacked, shared: PyTree
 def _units(u: State) -> list[State]:
     """For each leaf of a state the state of ones in this leaf, and of zeros elsewhere."""
     leaves, structure = jax.tree.flatten(u)
-    return [
-        jax.tree.unflatten(structure, [jnp.full_like(x, i == j) for i, x in enumerate(leaves)])
-        for j in range(len(leaves))
-    ]
+    ones = [[jnp.full_like(x, i == j) for i, x in enumerate(leaves)] for j in range(len(leaves))]
+    return [jax.tree.unflatten(structure, one) for one in ones]
 
 
 def _columns(step: Callable[[State], State], u: State, directions: list[State]) -> tuple[State, list[State]]:
@@ -115,7 +273,7 @@ def _refusal(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> str:
 def places(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> int:
     """Numbers of a leaf of the state, if the default may solve a chain of these steps by `Elementwise`; else 0."""
     one_device = jax.sharding.get_abstract_mesh().size <= 1  # a kernel is not partitioned
-    fits = one_device and not _refusal(step, u, x, shared) and _kernel.launch() is not None
+    fits = one_device and not _refusal(step, u, x, shared) and launch() is not None
     return jax.tree.leaves(u)[0].size if fits else 0
 
 

@@ -21,15 +21,10 @@ Step = Callable[[State, PyTree], State]
 
 
 class Jacobians(abc.ABC):
-    """A kind of Jacobian of steps ``state -> state``, for states of given shapes.
+    """A kind of Jacobian of steps ``state -> state``, for states of given shapes."""
 
-    Attributes:
-        axes: axes of the rows and of the columns.
-        group: number of Jacobians that are composed at a time: many, where matrices are most of the memory traffic.
-    """
-
-    axes = -2, -1
-    group = 8
+    axes = -2, -1  # of the rows and of the columns
+    group = 8  # number of Jacobians that are composed at a time: many, where matrices are most of the memory traffic
 
     @abc.abstractmethod
     def join(self, state: State) -> jax.Array:
@@ -41,10 +36,7 @@ class Jacobians(abc.ABC):
 
     @abc.abstractmethod
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
-        """Return the state after the step, and the step's Jacobian; of an adjoint step by its transpose (``transposed``).
-
-        Its first products are then with unit vectors, the same for all layers that share weights.
-        """
+        """Return the state after the step, and the step's Jacobian; of an adjoint step by its transpose (``transposed``)."""
 
     def operands(self, step: Step, u: State, xs: PyTree) -> PyTree:
         """The operands of all layers, ``(N, ...)``, at which Jacobians are computed."""
@@ -134,8 +126,8 @@ class Full(Whole):
 class Shared(Whole):
     """One whole Jacobian for all examples, transposed, ``(d, d)``: at the mean of their states and of their operands.
 
-    The step is evaluated for a single example at the mean, if it takes one (``single``). Otherwise every example is at the
-    mean and takes a unit vector of its own, so that each evaluation gives as many columns as there are examples.
+    The step is evaluated for a ``single`` example at the mean, if it takes one. Otherwise every example is at the mean and takes
+    a unit vector of its own: each evaluation gives as many columns as there are examples.
     """
 
     axes = -1, -2
@@ -197,12 +189,11 @@ def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyT
 
 
 class Blocks(Jacobians):
-    """Block-diagonal Jacobians: one k x k block per array position, for k leaves of equal shape.
+    """Block-diagonal Jacobians ``(k, k, *batch, *place)`` for k leaves of equal shape, as states ``(k, *batch, *place)``.
 
-    Blocks have the shape ``(k, k, *batch, *place)``, for states ``(k, *batch, *place)``. Leaves of several shapes, k of each, are
-    k vectors: parameters with two moments are three. If shapes occur in different numbers, all leaves are one vector, k = 1,
-    with a diagonal Jacobian. Blocks take k evaluations of the step's derivative if its program shows that it couples only
-    equal positions; otherwise one for each number of an example's state.
+    Leaves of several shapes, k of each, are k vectors: parameters with two moments are three. If shapes occur in different
+    numbers, all leaves are one vector, k = 1, with a diagonal Jacobian. Blocks take k evaluations of the step's derivative if its
+    program shows that it couples only equal positions; otherwise one for each number of an example's state.
     """
 
     axes = 0, 1
@@ -278,10 +269,7 @@ def _only_backward(step: StateStep, u: State) -> bool:
     """Whether a part of the step has only a pullback as derivative (`jax.custom_vjp`)."""
 
     def there(jaxpr: core.Jaxpr) -> bool:
-        return any(
-            equation.primitive.name.startswith("custom_vjp") or any(map(there, inside(equation)))
-            for equation in jaxpr.eqns
-        )
+        return any(e.primitive.name.startswith("custom_vjp") or any(map(there, inside(e))) for e in jaxpr.eqns)
 
     return there(jax.make_jaxpr(step)(u).jaxpr)
 

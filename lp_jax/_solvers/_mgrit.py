@@ -15,7 +15,6 @@ from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._relax import Relaxation, at_level, per_level
 from lp_jax._levels._sweep import sweep
-from lp_jax._levels._transfer import fit_transfer
 from lp_jax._solvers._coarse_step import CoarseStep, PerInterval, coarser
 from lp_jax._solvers._cycle import VISITS, Scheme, cascade, fas_cycle
 from lp_jax._solvers._serial import Serial
@@ -37,8 +36,8 @@ class MGRIT(Solver):
         coarsening: coarsening factor m, or one per level (the last one repeats).
         iterations: number of cycles; with a tolerance their maximum.
         rtol: stop when the residual norm is at most this times the first one that was measured.
-        atol: stop when the residual norm is at most this. A tolerance below rounding is raised to it. A
-            negative one disables the test.
+        atol: stop when the residual norm is at most this. A tolerance below rounding is raised to it; a negative one disables
+            the test.
         fallback: propagate the layers serially if the tolerance is not met. An iteration that diverges (its residual norm has
             grown by ten) or stalls is given up at once.
         relaxation: "F", "FCF", "FCFCF", ..., or a function ``r(level, u) -> u`` made of `f_relax` and `c_relax`; or one per
@@ -56,13 +55,11 @@ class MGRIT(Solver):
             ``layers``, a `Layer`, have the interval's layers as leading axis and ``step(y, layer)`` is the user's own.
         coarsest: solver of the coarsest level.
         spatial: None, or per level (the last one repeats) a pair (restrict, prolong) of linear functions on the state,
-            or None where the state keeps its size; `spatial` makes such pairs. Needs C-relaxation there ("FCF"): nothing else
-            corrects the part of the state that a restriction drops.
+            or None where the state keeps its size. Needs C-relaxation there ("FCF"): nothing else corrects the part of the
+            state that a restriction drops.
         storage: arrays that the forward solve keeps for the adjoint: "c_points" (one state per interval; the others are
-            recomputed, and each layer linearised again, in every sweep) or "all" (those that a scan's gradient keeps; no
-            layer is evaluated again).
-        at_once: number of independent layers that a worker evaluates at once, `math.inf` for all, or "auto": by the memory of
-            a layer. Numbers change by rounding only.
+            recomputed, and each layer linearised again, in every sweep) or "all", as in `Picard`.
+        at_once: as in `Picard`.
 
     Raises:
         ValueError: for a value out of range, naming the field.
@@ -140,7 +137,7 @@ class MGRIT(Solver):
 
     @property
     def stretches_dt(self) -> bool:
-        return self.levels > 1 and self._coarse.stretches_dt
+        return self.levels > 1 and cast(CoarseStep, self.coarse_step).stretches_dt
 
     @property
     def keeps_states(self) -> bool:
@@ -174,9 +171,11 @@ class MGRIT(Solver):
         at_once = chain.at_once(self.at_once)
         transfer = [*self.needs(chain.total).transfers, None]
         (_, factor), *coarse_grid = self.grid(chain.total)
-        levels = [chain.finest(factor, at_once=at_once, transfer=fit_transfer(transfer[0], chain.y0))]
+        levels = [chain.finest(factor, at_once=at_once, transfer=transfer[0])]
         for number, (_, factor) in enumerate(coarse_grid, 1):
-            coarse = self._coarse.coarsen(chain, number, levels[-1].interval_span, at_once=at_once)
+            coarse = cast(CoarseStep, self.coarse_step).coarsen(
+                chain, number, levels[-1].interval_span, at_once=at_once
+            )
             if coarse.linearise_at is not None and any(transfer):
                 raise ValueError(
                     'coarse_step takes the states of the finest level (around="trajectory"), which do not fit on a level that '
@@ -189,7 +188,8 @@ class MGRIT(Solver):
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         if self.start == "cascade":
-            return Start(cascade(self._scheme, levels, self._kind), spent=1)
+            kind = "V" if callable(self.cycle) else self.cycle
+            return Start(cascade(self._scheme, levels, kind), spent=1)
         return Start(constant(levels[0], guess))
 
     def improve(self, levels: Sequence[Level], state: CPoints) -> tuple[CPoints, Scalar]:
@@ -205,17 +205,8 @@ class MGRIT(Solver):
     def _scheme(self) -> Scheme:
         return Scheme(self.relaxation, self.c_weight, self.coarsest)
 
-    @property
-    def _kind(self) -> str:
-        """Kind of the cycles that the first iteration, a cascade, leads over to."""
-        return "V" if callable(self.cycle) else self.cycle
-
     def _transfers(self) -> tuple[Transfer | None, ...]:
         if self.spatial is None:
             return (None,)
         single = len(self.spatial) == 2 and all(map(callable, self.spatial))
         return cast(tuple[Transfer | None, ...], (self.spatial,) if single else self.spatial)
-
-    @property
-    def _coarse(self) -> CoarseStep:
-        return cast(CoarseStep, self.coarse_step)

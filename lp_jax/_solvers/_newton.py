@@ -36,8 +36,7 @@ class Damping(abc.ABC):
         ... class Bounded(lp_jax.Damping):
         ...     def __call__(self, jacobian, matrix):
         ...         return jnp.clip(jacobian, -1, 1)
-        >>> lp_jax.Newton(jacobian="diagonal", damping=Bounded()).damping
-        Bounded()
+        >>> solver = lp_jax.Newton(jacobian="diagonal", damping=Bounded())
     """
 
     @abc.abstractmethod
@@ -59,8 +58,7 @@ class Shrink(Damping):
         Shrink(by=0.2)
 
     Reference:
-        Gonzalez, Warrington, Smith, Linderman, "Towards scalable and stable parallelization of nonlinear RNNs", NeurIPS
-        2024: the member of its family without a trust region.
+        Gonzalez et al., NeurIPS 2024, as in `Newton`: the member of its family without a trust region.
     """
 
     by: float | jax.Array = 0.1
@@ -94,17 +92,11 @@ class Clip(Damping):
 
 
 class Iterate(NamedTuple):
-    """States that leave the layers, and the arrays that all iterations share; leaves ``(N, ...)``.
-
-    Attributes:
-        states: the states.
-        operands: operands of the layers, at which Jacobians are computed that are not those of the evaluated steps.
-        jacobians: Jacobians of an adjoint system.
-    """
+    """States that leave the layers, and the arrays that all iterations share; leaves ``(N, ...)``."""
 
     states: CPoints
-    operands: PyTree = None
-    jacobians: jax.Array | None = None
+    operands: PyTree = None  # of the layers, for Jacobians that are not those of the evaluated steps
+    jacobians: jax.Array | None = None  # of an adjoint system
 
 
 @register("rtol", "atol", "damping")
@@ -116,37 +108,29 @@ class Newton(Solver):
     :math:`\delta_{n+1} = A_n \delta_n + \Phi_n(y_n) - y_{n+1}`, :math:`\delta_0 = 0`, by an associative scan, of depth
     :math:`\log_2 N`, and adds :math:`\delta` to the states. It needs far fewer iterations than `Picard`, and each costs more:
     a full Jacobian for d numbers takes d evaluations, :math:`d^2` numbers per layer and example, and products of such
-    matrices. It pays for small states and many layers: recurrent networks with up to some 64 units. With
-    ``jacobian="shared"`` a batch of examples shares its matrices.
+    matrices. It pays for small states and many layers: recurrent networks with up to some 64 units.
 
-    The adjoint system is linear: with full Jacobians one iteration solves it, which is the default for the
-    ``adjoint_solver``.
+    The adjoint system is linear: with full Jacobians one iteration solves it, the default for the ``adjoint_solver``.
 
     Args:
         jacobian: "full"; "shared": one for all examples, at the mean of their states and inputs, with the memory and products of
             a single example, but more iterations, also in the adjoint, which then starts from zeros; "diagonal": only
             couplings between equal positions, k x k at each position for k leaves of one shape; or "identity": no
             evaluations, which is `Picard`. Parameters plus k - 1 trees of the same structure, such as the moments of an
-            optimizer, count as k leaves. Layers that couple only equal positions, such as `nn.ParaGRU` and `nn.ParaLSTM`,
-            take k evaluations with "diagonal", and converge as with "full"; other layers take as many as with "full", for
-            less memory and smaller products.
+            optimizer, count as k leaves. With "diagonal" layers that couple only equal positions, such as `nn.ParaGRU`, take k
+            evaluations and converge as with "full"; others take as many as "full", with less memory.
         iterations: number of iterations; with a tolerance their maximum. N iterations are exact for N layers.
         relaxations: number of Jacobi sweeps before the first iteration, each one evaluation of all layers. They forget the guess
-            as fast as the network forgets its initial state: a trained recurrent network gets near its states in some 16,
-            where iterations from the constant guess may diverge. Layers near the identity forget nothing: take 0.
-        rtol: stop when the residual norm is at most this times the first one.
-        atol: stop when the residual norm is at most this.
-        fallback: propagate the layers serially if the tolerance is not met. An iteration that diverges (its residual norm has
-            grown by ten) or stalls is given up at once.
+            as fast as the network forgets its initial state: a trained recurrent network gets near its states in some 16.
+            Layers near the identity forget nothing: take 0.
+        rtol, atol, fallback: as in `MGRIT`.
         damping: None, or a `Damping`, such as `Shrink` or `Clip`, where iterations overflow before they converge.
         batch_axes: number of leading axes of every leaf of the state along which a layer treats entries independently
-            (examples). Each example has its own Jacobian, and a step whose program combines examples is refused. None is 1
-            with "shared"; else it is 0, and refused where a leaf has several axes.
-        jacobian_of: another step, or body of a `scan`, of the same form, whose Jacobian replaces that of the step. It may be
-            cheaper to differentiate, with a ``stop_gradient`` on a part that matters little. It changes the speed of
-            convergence, not the result. The adjoint then takes several iterations, too. None is the step itself.
-        storage: arrays that the forward solve keeps for the adjoint, "all" or "states", as in `Picard`.
-        at_once: number of independent layers that a worker evaluates at once, or "auto", as in `Picard`.
+            (examples). A step whose program combines examples is refused. None is 1 with "shared"; else it is 0, and refused
+            where a leaf has several axes.
+        jacobian_of: another step, or body of a `scan`, of the same form, whose Jacobian replaces that of the step: one with a
+            ``stop_gradient`` on a part that matters little, say. It changes the speed of convergence, not the result.
+        storage, at_once: as in `Picard`.
 
     Raises:
         TypeError: for a ``jacobian_of`` that is not a function.
@@ -160,10 +144,9 @@ class Newton(Solver):
         1.8645
 
     References:
-        Lim, Zhu, Selfridge, Kasim, "Parallelizing non-linear sequential models over the sequence length", ICLR 2024
-        (full Jacobians); Gonzalez, Warrington, Smith, Linderman, "Towards scalable and stable parallelization of
-        nonlinear RNNs", NeurIPS 2024 (diagonal ones, damping); Song, Meng, Liao, Ermon, "Accelerating feedforward
-        computation via parallel nonlinear equation solving", ICML 2021 (relaxation sweeps only).
+        Lim et al., "Parallelizing non-linear sequential models over the sequence length", ICLR 2024 (full Jacobians); Gonzalez
+        et al., "Towards scalable and stable parallelization of nonlinear RNNs", NeurIPS 2024 (diagonal ones, damping); Song et
+        al., "Accelerating feedforward computation via parallel nonlinear equation solving", ICML 2021 (relaxation sweeps only).
     """
 
     jacobian: str = "full"
@@ -211,12 +194,20 @@ class Newton(Solver):
         return Needs(steps=() if self.jacobian_of is None else (self.jacobian_of,), averaged_axes=self._averaged_axes)
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
-        level = levels[0]
-        shared = self.jacobian == "shared"
+        level, shared = levels[0], self.jacobian == "shared"
         if guess is None and level.reverse and shared:  # for cotangents that fade away
             guess = _tree.zeros_like(_tree.repeat(level.y0, level.intervals))
-        u = Iterate(self._relax(level, constant(level, guess)))
-        if self._separate:
+        u = constant(level, guess)
+        if relaxations := min(self.relaxations, level.workers.total(level.span)):
+
+            def relax(_: int, entering: CPoints) -> CPoints:
+                return level.incoming(sweep(level, entering)[0])
+
+            entering = level.incoming(u)
+            unroll = level.workers.processor.loop_unroll(relaxations, relax, 0, entering)
+            u = sweep(level, lax.fori_loop(1, relaxations, relax, entering, unroll=unroll))[0]
+        u = Iterate(u)
+        if shared or self.jacobian_of is not None:
             operands = level.xs[0] if level.reverse else level.xs
             u = u._replace(operands=self._kind(level).operands(_forward(level), level.y0, operands))
         if level.reverse and self.iterations > 1 and self.jacobian != "identity":
@@ -225,19 +216,6 @@ class Newton(Solver):
 
     def c_points(self, levels: Sequence[Level], state: Iterate) -> CPoints:
         return state.states
-
-    def _relax(self, level: Level, u: CPoints) -> CPoints:
-        relaxations = min(self.relaxations, level.workers.total(level.span))
-        if not relaxations:
-            return u
-
-        def relax(_: int, entering: CPoints) -> CPoints:
-            return level.incoming(sweep(level, entering)[0])
-
-        entering = level.incoming(u)
-        unroll = level.workers.processor.loop_unroll(relaxations, relax, 0, entering)
-        entering = lax.fori_loop(1, relaxations, relax, entering, unroll=unroll)
-        return sweep(level, entering)[0]
 
     def improve(self, levels: Sequence[Level], state: Iterate) -> tuple[Iterate, Scalar]:
         level, u, old = levels[0], state, state.states
@@ -264,19 +242,13 @@ class Newton(Solver):
 
     @property
     def _averaged_axes(self) -> int:
-        if self.jacobian != "shared":
-            return 0
-        return 1 if self.batch_axes is None else self.batch_axes
+        shared = 1 if self.batch_axes is None else self.batch_axes
+        return shared if self.jacobian == "shared" else 0
 
     def _kind(self, level: Level) -> Full | Blocks | Shared:
         if self.jacobian == "shared":
             return Shared(level.y0, self._averaged_axes, single=level.single_example)
         return (Full if self.jacobian == "full" else Blocks)(level.y0, self.batch_axes)
-
-    @property
-    def _separate(self) -> bool:
-        """Whether Jacobians are not those of the evaluations that give the states."""
-        return self.jacobian == "shared" or self.jacobian_of is not None
 
     def _linearise(self, level: Level, u: Iterate) -> tuple[CPoints, jax.Array]:
         """The state after each layer, and the layers' Jacobians."""
@@ -292,18 +264,16 @@ class Newton(Solver):
         def advance(u: State, x: PyTree, shared: PyTree) -> tuple[State, jax.Array]:
             return linearise(lambda v: level.step(v, x, shared), u, transposed=level.reverse)
 
-        def of_layer(u: State, x: PyTree) -> jax.Array:
-            return linearise(lambda v: step(v, x), u, transposed=False)[1]
-
-        if not self._separate:
+        if u.operands is None:
             return sweep(level, entering, advance=advance)
         # those of an adjoint are its layers', at the states of their linearisation
         at = level.xs[1] if level.reverse else entering
-        jacobians = each(level, of_layer, at)(at, u.operands)
+        jacobians = each(level, lambda u, x: linearise(lambda v: step(v, x), u, transposed=False)[1], at)(
+            at, u.operands
+        )
         return sweep(level, entering)[0], jacobians
 
 
 def _forward(level: Level) -> Callable[[State, PyTree], State]:
     """The layers' own step, on an adjoint level too."""
-    step = level.origin or level.step
-    return lambda u, x: step(u, x, level.shared)
+    return lambda u, x: (level.origin or level.step)(u, x, level.shared)

@@ -22,8 +22,7 @@ class Serial(Solver):
     """One layer after another, a ``lax.scan``; exact, and differentiated by JAX itself.
 
     For a recurrent network (all weights in ``shared``, the inputs in ``data``) on one accelerator, without checkpoints, the
-    gradient of the weights is one contraction over all steps, instead of a sum that grows by one step at a time. Only
-    reverse mode is defined there. On a CPU the sum is faster, as its terms stay in the cache.
+    gradient of the weights is one contraction over all steps. Only reverse mode is defined there.
 
     Args:
         checkpoint_every: number of layers between two states that are kept; the gradient recomputes the others. None keeps
@@ -68,7 +67,7 @@ class Serial(Solver):
 
 def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[Stacked, PyTree]]:
     """A ``lax.scan`` over the layers, which JAX differentiates: the last state; the states after the layers, and aux."""
-    unroll, layer = chain.workers.processor.serial_unroll(chain.traced.footprint), chain.layer()
+    unroll, layer = chain.workers.processor.serial_unroll(chain.traced.footprint), chain.step(0, aux=True)
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, PyTree]]:
         u, aux = layer(u, x, chain.shared)

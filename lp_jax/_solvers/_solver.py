@@ -21,12 +21,11 @@ from lp_jax._levels._sweep import march, sweep
 from lp_jax._levels._tolerance import (
     ROUNDING,
     changed_unseen,
+    eps_of,
     hopeless,
     largest_reference,
     relative_error,
-    rounding,
     rounding_of,
-    smallest_rtol,
     unit_of,
 )
 from lp_jax._solvers._coarse_step import Coarse, CoarseStep
@@ -43,14 +42,7 @@ class Start(NamedTuple):
         recovers: whether iterations continue after a residual norm that is not finite.
         corrections: ``corrections(before, after)`` squares the corrections of an iteration, by leaves of the state, ``(leaves,
             4)``, for the test of ``rtol``; None tests residual norms.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> levels = lp_jax.multigrid.hierarchy(problem, lp_jax.MGRIT())
-        >>> start = lp_jax.MGRIT().init(levels, None)
-        >>> start.state.shape
-        (16,)
+        series: whether errors fall like ``(L T)^s / s!``, so that two of them foretell the last one.
     """
 
     state: PyTree
@@ -59,6 +51,7 @@ class Start(NamedTuple):
     first: Scalar | None = None
     recovers: bool = False
     corrections: Callable[[PyTree, PyTree], jax.Array] | None = None
+    series: bool = False
 
 
 class Needs(NamedTuple):
@@ -68,11 +61,6 @@ class Needs(NamedTuple):
         transfers: pairs (restrict, prolong) of the state from each level to the next coarser one; None where it keeps its size.
         steps: other steps of the user.
         averaged_axes: number of leading axes of examples, if the step is also evaluated at their mean; else 0.
-
-    Example:
-        >>> import lp_jax
-        >>> lp_jax.Newton(jacobian="shared", batch_axes=1).needs(64) == lp_jax.Needs(averaged_axes=1)
-        True
     """
 
     transfers: Sequence[Transfer | None] = ()
@@ -81,12 +69,11 @@ class Needs(NamedTuple):
 
 
 class Solver(CoarseStep):
-    """Method for a chain of layers, forward or adjoint.
+    """Method for a chain of layers, forward or adjoint; with fixed effort also a `CoarseStep`.
 
     A subclass is a frozen, keyword-only dataclass and a pytree (`lp_jax.register`): tolerances and weights are leaves,
     all else is structure. It has a field or property `iterations` and a method `improve`; the other members have
-    defaults. On a level it may use `f_relax`, `c_relax`, `residual`, and ``level.cumsum``. A solver with fixed effort is also a
-    `CoarseStep`.
+    defaults. On a level it may use `f_relax`, `c_relax`, `residual`, and ``level.cumsum``.
 
     Attributes:
         rtol: stop when the residual norm is at most this times the first one that was measured, or, with `Start.corrections`,
@@ -111,14 +98,10 @@ class Solver(CoarseStep):
         return Start(constant(levels[0], guess))
 
     def improve(self, levels: Sequence[Level], state: PyTree) -> tuple[PyTree, Scalar]:
-        """Make one iteration.
+        """Make one iteration on the levels from `discretize`, finest first, from a state like that of `init`.
 
-        Args:
-            levels: the levels from `discretize`, finest first.
-            state: a state like that of `init`: by default C-points of ``levels[0]``, leaves ``(intervals, ...)``.
-
-        Returns:
-            The new state, and this worker's sum of squared residuals (`multigrid.sum_of_squares`) before they were corrected.
+        It returns the new state, and this worker's sum of squared residuals (`multigrid.sum_of_squares`) before they were
+        corrected. By default states are C-points of ``levels[0]``, leaves ``(intervals, ...)``.
         """
         raise NotImplementedError(f"{type(self).__name__} has iterations, and needs a method `improve` that makes one.")
 
@@ -127,11 +110,7 @@ class Solver(CoarseStep):
         return state
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
-        """Make the final sweep.
-
-        Returns:
-            The last C-points, and the trees that ``advance`` emitted at each step of the finest level.
-        """
+        """Make the final sweep: the last C-points, and the trees that ``advance`` emitted at each step of the finest level."""
         return sweep(levels[0], levels[0].incoming(u), advance=advance)
 
     def stride(self, steps: int) -> int:
@@ -151,12 +130,7 @@ class Solver(CoarseStep):
         return Needs()
 
     def resolve(self, steps: int, *, warm: bool = False) -> "Solver":
-        """Return the solver for a network of ``steps`` layers; refuse settings that do not fit.
-
-        Args:
-            steps: number of layers.
-            warm: whether a trajectory is passed as ``guess``, at which the solver must start.
-        """
+        """Return the solver for a network of ``steps`` layers, to start at a trajectory if ``warm``; refuse what does not fit."""
         return self
 
     def for_adjoint(self) -> "Solver":
@@ -194,7 +168,7 @@ WITHOUT_TOLERANCE: dict[str, Any] = {"rtol": None, "atol": None, "fallback": Fal
 
 
 def require_fixed_effort(solver: Solver) -> None:
-    """Refuse tolerances where a solver must be a function of the state."""
+    """Refuse tolerances of a coarse step."""
     if solver.has_tolerance:
         raise ValueError(
             f"coarse_step={type(solver).__name__}(...) got a tolerance, rtol={solver.rtol}, atol={solver.atol}; a coarse "
@@ -240,24 +214,14 @@ class Stats(NamedTuple):
         norms = [float(norm) for norm in self.residual_norms]
         while norms and norms[-1] < 0:  # iterations that were not needed
             norms.pop()
-        shown = ["–" if norm < 0 else f"{norm:.3g}" for norm in norms[:_MOST_NORMS]]
-        more = ["..."] if len(norms) > _MOST_NORMS else []
-        return f"Stats(iterations={int(self.iterations)}, residual_norms=[{', '.join(shown + more)}])"
-
-
-_MOST_NORMS = 12  # in a text
+        shown = ["–" if norm < 0 else f"{norm:.3g}" for norm in norms[:12]] + ["..."] * (len(norms) > 12)
+        return f"Stats(iterations={int(self.iterations)}, residual_norms=[{', '.join(shown)}])"
 
 
 def solve_levels(solver: Solver, levels: Sequence[Level], guess: CPoints | None = None) -> CPoints:
-    """Solve by hand: on the levels of `hierarchy`, or on the coarsest of them.
+    """Solve by hand, on the levels of `hierarchy` or on the coarsest of them, from C-points of the first or its own start.
 
-    Args:
-        solver: any solver.
-        levels: finest first.
-        guess: C-points of ``levels[0]``, leaves ``(intervals, ...)``, or None for the solver's own start.
-
-    Returns:
-        The C-points of the solution. Nothing is measured.
+    It returns the C-points of the solution, leaves ``(intervals, ...)``. Nothing is measured.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -270,92 +234,6 @@ def solve_levels(solver: Solver, levels: Sequence[Level], guess: CPoints | None 
     return solver.finish(levels, u, None)[0]
 
 
-def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, Stats]:
-    """Run ``solver`` on ``levels`` from a guess or its own start, to a fixed number of iterations or to a tolerance.
-
-    The result in the stats does not say whether the states are finite.
-    """
-    fine = dataclasses.replace(levels[0], unit=unit_of(levels[0]))
-    levels, workers, dtype = (fine, *levels[1:]), fine.workers, _tree.real_dtype(fine.y0, at_least=jnp.float32)
-    state, spent, reported, first, recovers, corrections = solver.init(levels, guess)
-    taken = spent if reported is None else reported
-    cycles = solver.iterations - spent
-    largest = rounding(fine)
-
-    def stats(iterations: jax.Array | int, norms: jax.Array, met: jax.Array | bool) -> Stats:
-        norms = jnp.concatenate([jnp.full((spent,), NOT_MEASURED, dtype), norms])
-        return Stats(jnp.asarray(iterations, jnp.int32), norms, of_norms(norms, met, ROUNDING * largest))
-
-    if cycles <= 0:
-        u, measured = solver.c_points(levels, state), stats(taken, jnp.zeros((0,), dtype), not solver.has_tolerance)
-        if not solver.fallback:
-            return u, measured
-        return march(fine)[0], measured._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
-    if not solver.has_tolerance:
-        state, squares = lax.scan(lambda state, _: solver.improve(levels, state), state, length=cycles)
-        norms = fine.norm(squares).astype(dtype)  # once, not in every cycle
-        return solver.c_points(levels, state), stats(solver.iterations, norms, True)
-
-    most = largest_reference(fine).astype(dtype) if spent and first is None else jnp.inf
-    by_corrections = solver.rtol is not None and corrections is not None
-
-    def limit(norms: jax.Array, least: jax.Array) -> jax.Array:
-        """The largest residual norm that meets a tolerance; no smaller one than rounding leaves."""
-        reference = jnp.minimum(norms[0] if first is None else first, most)
-        asked = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
-        if solver.rtol is not None and not by_corrections:
-            rtol = jnp.asarray(solver.rtol, dtype)
-            asked = jnp.maximum(asked, jnp.where(rtol < 0, rtol, jnp.maximum(rtol, smallest_rtol(fine))) * reference)
-        return jnp.where(asked < 0, asked, jnp.maximum(asked, least))  # below zero: all iterations
-
-    def unfinished(at: Progress) -> jax.Array:
-        last = at.errors[at.done - 1]
-        wanted = ~at.met if recovers and not solver.fallback else ~at.met & ~jnp.isnan(last)  # else a NaN ends it
-        if solver.fallback:
-            wanted &= ~hopeless(at.errors, at.done, solver.rtol if by_corrections else None)
-        return (at.done < cycles) & ((at.done == 0) | wanted)
-
-    def body(at: Progress) -> Progress:
-        state, squares = solver.improve(levels, at.state)
-        if corrections is not None and by_corrections:
-            parts = corrections(at.state, state)
-        else:
-            before, after = (solver.c_points(levels, u) for u in (at.state, state))
-            parts = jnp.stack([changed_unseen(fine, before, after)[0].astype(dtype), rounding_of(fine, after)])
-        summed = workers.sum(jnp.concatenate([squares[None].astype(dtype), parts.reshape(-1).astype(dtype)]))
-        norms = at.norms.at[at.done].set(fine.in_units(summed[0]))
-        met, last = jnp.asarray(False), norms[at.done]
-        if not by_corrections or solver.atol is not None:  # else XLA drops residual norms that nobody reads
-            least = largest if by_corrections else jnp.minimum(largest, fine.in_units(summed[2]))
-            met = jnp.isfinite(last) & (last <= limit(norms, least))
-        if not by_corrections:  # zero does not count where squares vanished
-            return Progress(state, at.done + 1, norms, norms, at.first, met & ((last > 0) | (summed[1] == 0)))
-        sizes = fine.in_units(summed[1:].reshape(parts.shape))
-        error, left, first = relative_error(fine, sizes, at.done, at.first, at.errors, warm=guess is not None)
-        errors = at.errors.at[at.done].set(error)
-        return Progress(state, at.done + 1, norms, errors, first, met | (left <= jnp.asarray(solver.rtol, dtype)))
-
-    none = jnp.full((cycles,), NOT_MEASURED, dtype)
-    begin = Progress(
-        state, jnp.int32(0), none, none, jnp.zeros((len(jax.tree.leaves(fine.y0)),), dtype), jnp.asarray(False)
-    )
-    begin = Progress(state, *_tree.varying(begin[1:], (state, fine.y0)))
-    end = lax.while_loop(unfinished, body, begin)
-    u, met = solver.c_points(levels, end.state), end.met
-    if not solver.fallback:
-        return u, stats(end.done + taken, end.norms, met)
-    if not by_corrections:
-        last = end.norms[end.done - 1]
-        least = jnp.minimum(largest, fine.in_units(workers.sum(rounding_of(fine, u))))
-        met |= (last > 0) & (last <= ROUNDING * least)
-    # a loop of at most one turn: under vmap a cond would always propagate serially
-    u, _ = lax.while_loop(
-        lambda carry: ~carry[1], lambda _: (march(fine)[0], _tree.varying(jnp.asarray(True), met)), (u, met)
-    )
-    measured = stats(end.done + taken, end.norms, met)
-    return u, measured._replace(result=jnp.where(met, DONE, FELL_BACK).astype(jnp.int32))
-
-
 class Progress(NamedTuple):
     """State of the iterations of a solver with a tolerance."""
 
@@ -365,3 +243,88 @@ class Progress(NamedTuple):
     errors: jax.Array  # compared with the tolerance: residual norms, or relative errors from the solver's corrections
     first: jax.Array  # size of the first correction, by leaves of the state
     met: jax.Array  # whether the tolerance is met
+
+
+def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, Stats]:
+    """Run ``solver`` on ``levels`` from a guess or its own start, to a fixed number of iterations or to a tolerance.
+
+    The result in the stats does not say whether the states are finite.
+    """
+    fine = dataclasses.replace(levels[0], unit=unit_of(levels[0]))
+    levels, workers, dtype = (fine, *levels[1:]), fine.workers, _tree.real_dtype(fine.y0, at_least=jnp.float32)
+    state, spent, reported, first, recovers, corrections, series = solver.init(levels, guess)
+    taken, cycles = spent if reported is None else reported, solver.iterations - spent
+    # from rounding, for states about as large as y0
+    largest = fine.in_units(workers.total(fine.interval_span) * rounding_of(fine, fine.y0))
+
+    def stats(iterations: jax.Array | int, norms: jax.Array, met: jax.Array | bool) -> Stats:
+        norms = jnp.concatenate([jnp.full((spent,), NOT_MEASURED, dtype), norms])
+        return Stats(jnp.asarray(iterations, jnp.int32), norms, of_norms(norms, met, ROUNDING * largest))
+
+    if cycles <= 0:
+        measured = stats(taken, jnp.zeros((0,), dtype), not solver.has_tolerance)
+        if not solver.fallback:
+            return solver.c_points(levels, state), measured
+        return march(fine)[0], measured._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
+    if not solver.has_tolerance:
+        state, squares = lax.scan(lambda state, _: solver.improve(levels, state), state, length=cycles)
+        norms = fine.norm(squares).astype(dtype)  # once, not in every cycle
+        return solver.c_points(levels, state), stats(solver.iterations, norms, True)
+
+    most = largest_reference(fine).astype(dtype) if spent and first is None else jnp.inf
+    corrections = None if solver.rtol is None else corrections
+
+    def limit(norms: jax.Array, least: jax.Array) -> jax.Array:
+        """The largest residual norm that meets a tolerance; no smaller one than rounding leaves."""
+        reference = jnp.minimum(norms[0] if first is None else first, most)
+        asked = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
+        if solver.rtol is not None and corrections is None:
+            # a network that starts from zeros has no other measure of rounding
+            rtol, smallest = jnp.asarray(solver.rtol, dtype), 2 * max(map(eps_of, jax.tree.leaves(fine.y0)))
+            asked = jnp.maximum(asked, jnp.where(rtol < 0, rtol, jnp.maximum(rtol, smallest)) * reference)
+        return jnp.where(asked < 0, asked, jnp.maximum(asked, least))  # below zero: all iterations
+
+    def unfinished(at: Progress) -> jax.Array:
+        last = at.errors[at.done - 1]
+        wanted = ~at.met if recovers and not solver.fallback else ~at.met & ~jnp.isnan(last)  # else a NaN ends it
+        if solver.fallback:
+            wanted &= ~hopeless(at.errors, at.done, solver.rtol if series and corrections else None)
+        return (at.done < cycles) & ((at.done == 0) | wanted)
+
+    def body(at: Progress) -> Progress:
+        state, squares = solver.improve(levels, at.state)
+        if corrections is not None:
+            parts = corrections(at.state, state)
+        else:
+            before, after = (solver.c_points(levels, u) for u in (at.state, state))
+            parts = jnp.stack([changed_unseen(fine, before, after)[0].astype(dtype), rounding_of(fine, after)])
+        summed = workers.sum(jnp.concatenate([squares[None].astype(dtype), parts.reshape(-1).astype(dtype)]))
+        norms = at.norms.at[at.done].set(fine.in_units(summed[0]))
+        met, last = jnp.asarray(False), norms[at.done]
+        if corrections is None or solver.atol is not None:  # else XLA drops residual norms that nobody reads
+            least = jnp.minimum(largest, fine.in_units(summed[2])) if corrections is None else largest
+            met = jnp.isfinite(last) & (last <= limit(norms, least))
+        if corrections is None:  # zero does not count where squares vanished
+            return Progress(state, at.done + 1, norms, norms, at.first, met & ((last > 0) | (summed[1] == 0)))
+        sizes = fine.in_units(summed[1:].reshape(parts.shape))
+        error, left, first = relative_error(fine, sizes, at.done, at.first, at.errors, warm=guess is not None)
+        errors = at.errors.at[at.done].set(error)
+        return Progress(state, at.done + 1, norms, errors, first, met | (left <= jnp.asarray(solver.rtol, dtype)))
+
+    none, leaves = jnp.full((cycles,), NOT_MEASURED, dtype), len(jax.tree.leaves(fine.y0))
+    begin = jnp.int32(0), none, none, jnp.zeros((leaves,), dtype), jnp.asarray(False)
+    end = lax.while_loop(unfinished, body, Progress(state, *_tree.varying(begin, (state, fine.y0))))
+    u, met = solver.c_points(levels, end.state), end.met
+    if solver.fallback:
+        if corrections is None:
+            last = end.norms[end.done - 1]
+            least = jnp.minimum(largest, fine.in_units(workers.sum(rounding_of(fine, u))))
+            met |= (last > 0) & (last <= ROUNDING * least)
+        # a loop of at most one turn: under vmap a cond would always propagate serially
+        u, _ = lax.while_loop(
+            lambda carry: ~carry[1], lambda _: (march(fine)[0], _tree.varying(jnp.asarray(True), met)), (u, met)
+        )
+    measured = stats(end.done + taken, end.norms, met)
+    if solver.fallback:
+        measured = measured._replace(result=jnp.where(met, DONE, FELL_BACK).astype(jnp.int32))
+    return u, measured

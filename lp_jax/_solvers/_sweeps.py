@@ -1,6 +1,5 @@
 """Sweeps over all layers at once, which add up their increments: plain ones, ones that learn a slope, and ones over windows."""
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -23,13 +22,10 @@ from lp_jax._solvers._solver import Solver, Start, constant, require_fixed_effor
 
 
 class Swept(NamedTuple):
-    """State of the sweeps: the states that enter the layers, ``(n, ...)``, and the one that leaves this worker's last layer.
+    """State of the sweeps. Sums of increments are these states, so that nothing is shifted by a layer between two sweeps."""
 
-    Sums of increments are these states, so that nothing is shifted by a layer between two sweeps.
-    """
-
-    entering: Points
-    last: State
+    entering: Points  # the layers, ``(n, ...)``
+    last: State  # that leaves this worker's last layer
 
     def points(self, level: Level) -> Points:
         """The states that leave the layers."""
@@ -71,10 +67,6 @@ class Sweeps(Solver):
     @property
     def keeps_states(self) -> bool:
         return self.storage == "all"
-
-    @abc.abstractmethod
-    def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
-        """Return the start of the sweeps."""
 
     def improve(self, levels: Sequence[Level], state: Any) -> tuple[Any, Scalar]:
         level = levels[0]
@@ -141,7 +133,8 @@ class Picard(Sweeps):
         _check.one_of("around", self.around, ("start", "trajectory"))
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
-        return Start(begin(levels[0], guess), corrections=functools.partial(measure_corrections, levels[0]))
+        corrections = functools.partial(measure_corrections, levels[0])
+        return Start(begin(levels[0], guess), corrections=corrections, series=True)
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         require_fixed_effort(self)

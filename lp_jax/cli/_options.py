@@ -157,10 +157,6 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
     add("--adjoint_solver", type=Solver | None, metavar="CLASS", help=about)
     about = "Number of iterations of the adjoint solver, without a tolerance."
     add("--adjoint_iterations", type=PositiveInt, metavar="N", help=about)
-    about = (
-        "Number of axes of space along which coarse levels have half the points: 2 for images. Needs --solver MGRIT "
-    )
-    add("--spatial", type=PositiveInt, metavar="D", help=about + "--solver.relaxation FCF.")
     about = "Keep the gradient's error below this part of its mini-batch noise, by changing the tolerances. Try 0.1. "
     add("--controller", type=PositiveFloat, metavar="BOUND", help=about + "Needs solvers with a tolerance.")
     add = parser.add_argument_group("Method").add_argument
@@ -244,12 +240,6 @@ def solvers(options: argparse.Namespace, model: Model) -> Pair:
         forward, adjoint = lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2)
     adjoint = adjoint_solver or adjoint
     adjoint = adjoint if iterations is None else with_effort(adjoint, iterations)
-    if options.spatial is not None:
-        for one in (forward, adjoint):
-            if not hasattr(one, "spatial"):
-                raise UsageError(f"--spatial needs a solver with levels, like --solver MGRIT; got {code(one)}.")
-        spatial = lp_jax.spatial(options.spatial)
-        forward, adjoint = (dataclasses.replace(one, spatial=spatial) for one in (forward, adjoint))  # type: ignore[type-var]
     return forward, adjoint
 
 
@@ -291,7 +281,7 @@ def overridden(stored: Mapping[str, Any], look: argparse.Namespace, sources: Col
     """
     void = set(OF_THIS_CALL)
     if look.solver not in (None, _class(stored.get("solver"))):  # another class does not inherit fields
-        void |= {"solver", "adjoint_solver", "adjoint_iterations", "spatial"}
+        void |= {"solver", "adjoint_solver", "adjoint_iterations"}
     if look.adjoint_solver not in (None, _class(stored.get("adjoint_solver"))):
         void |= {"adjoint_solver", "adjoint_iterations"}
     if look.devices or look.mesh or look.mpi or look.distributed:

@@ -131,8 +131,6 @@ def written(dataset: datasets.Dataset, seed: int, predict: Predict) -> str:
     return f"The model goes on after the bar (temperature {_TEMPERATURE}):\n\n{prompted}|{continued}"
 
 
-_COARSE = "--solver MGRIT --solver.relaxation FCF --spatial 3"
-
 PROBLEMS = {
     "arrays": Problem(
         load=arrays,
@@ -191,10 +189,7 @@ PROBLEMS = {
         sources={
             "data": "Folder of CLASS/train/*.off and CLASS/test/*.off, or of voxels_train.npz and voxels_test.npz."
         },
-        examples=(
-            ("lp-jax train modelnet --data ~/ModelNet10", "three-dimensional convolutions"),
-            (f"lp-jax train modelnet --data ~/ModelNet10 {_COARSE}", "coarser in space on the coarse level"),
-        ),
+        examples=(("lp-jax train modelnet --data ~/ModelNet10", "three-dimensional convolutions"),),
     ),
     "peaks": Problem(
         load=lambda training: task_of(datasets.peaks(seed=training.seed), training),

@@ -17,11 +17,10 @@ from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 from lp_jax._programs._traced import trace
-from lp_jax._solvers._coarse_step import Identity
+from lp_jax._solvers._coarse_step import Identity, Rediscretize
 from lp_jax._solvers._default import SERIAL, Pair
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
-from lp_jax._solvers._rediscretize import Rediscretize
 from lp_jax._solvers._solver import Solver, Stats
 from lp_jax._solvers._sweeps import Picard, Secant, Sweeps
 from lp_jax.planning._calibrate import interconnect, measure

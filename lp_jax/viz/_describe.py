@@ -5,11 +5,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lp_jax._solvers._coarse_step import CoarseStep, Identity
+from lp_jax._solvers._coarse_step import CoarseStep, Identity, Rediscretize
 from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
-from lp_jax._solvers._rediscretize import Rediscretize
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax._solvers._sweeps import Picard, Sweeps, Windowed

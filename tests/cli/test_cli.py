@@ -88,12 +88,12 @@ FULL = lp_jax.MGRIT(
     levels=3, coarsening=(4, 2), rtol=1e-3, atol=1e-9, relaxation=("FCF", "FCFCF"), cycle="W", at_once=8
 )
 FULL = dataclasses.replace(FULL, coarse_step=lp_jax.Rediscretize(params="mean"), coarsest=lp_jax.Picard(sweeps=3))
-FULL = dataclasses.replace(FULL, spatial=lp_jax.spatial(2), iterations=5)
+FULL = dataclasses.replace(FULL, iterations=5)
 NEWTON = "--solver Newton --solver.batch_axes 1"
 PAIRS = {
     """--solver MGRIT --solver.levels 3 --solver.coarsening [4,2] --solver.iterations 5 --solver.rtol 1e-3 --solver.atol=1e-9
         --solver.relaxation [FCF,FCFCF] --solver.cycle W --solver.coarse_step Rediscretize --solver.coarse_step.params mean
-        --solver.coarsest Picard --solver.coarsest.sweeps 3 --spatial 2 --solver.at-once 8 --adjoint-iterations 2""": (
+        --solver.coarsest Picard --solver.coarsest.sweeps 3 --solver.at-once 8 --adjoint-iterations 2""": (
         FULL,
         dataclasses.replace(FULL, iterations=2, rtol=None, atol=None),
     ),
@@ -221,7 +221,6 @@ WRONG = {
     "--solver MGRIT --solver.coarse_step Nobody": "--solver.coarse_step: there is no class Nobody",
     "--solver Picard --solver.levels 3": "--solver: Option 'levels' is not accepted",
     "--solver nowhere.Solver": "No module named 'nowhere'",
-    "--spatial 2": "--spatial needs a solver with levels, like --solver MGRIT; got Picard",
     "--solver auto --adjoint_iterations 2": "--solver auto chooses the adjoint solver, too",
     "--adjoint_iterations 0": "--adjoint_iterations: 0 is not above 0",
     "--log-every 0": "--log_every: 0 is not above 0",

@@ -14,9 +14,8 @@ from networks import mesh
 import lp_jax
 from lp_jax import nn, planning, viz
 from lp_jax._arrays._at_once import processor
-from lp_jax._solvers import _elementwise, _kernel
-from lp_jax._solvers._elementwise import Elementwise, intervals
-from lp_jax._solvers._kernel import split
+from lp_jax._solvers import _elementwise
+from lp_jax._solvers._elementwise import Elementwise, intervals, split
 from lp_jax.planning._schedule import count
 from lp_jax.planning._words import code
 
@@ -28,7 +27,7 @@ H200 = processor("gpu", "NVIDIA H200")
 @pytest.fixture
 def interpreted(monkeypatch):
     for name, value in (("INTERPRET", True), ("_BLOCK", 4), ("_UNROLL", 4)):
-        monkeypatch.setattr(_kernel, name, value)
+        monkeypatch.setattr(_elementwise, name, value)
 
 
 @pytest.fixture
@@ -156,7 +155,7 @@ def test_it_is_a_scan_elsewhere(monkeypatch):
     assert np.all(errors(jax.grad(scalar(kernel))(y0, gates, diagonals), wanted) < 1e-7)
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     monkeypatch.delattr("jax.experimental.pallas.triton")
-    assert _kernel.launch() is None
+    assert _elementwise.launch() is None
     again = functools.partial(scalar(kernel), 2 * y0)
     assert np.all(errors(again(gates, diagonals), scalar(lax.scan)(2 * y0, gates, diagonals)) < 1e-7)
     assert not isinstance(chosen(H200), Elementwise)

@@ -30,7 +30,6 @@ def refused(error, *words):
 
 HALVE = (lambda u: u[..., ::2], lambda v: jnp.repeat(v, 2, axis=-1))
 TRAJECTORY = lp_jax.MGRIT(coarse_step=lp_jax.Picard(around="trajectory"), spatial=HALVE)
-IN_SPACE = lp_jax.MGRIT(spatial=lp_jax.spatial(3))
 BY_TIME = {"step": lambda y, layer: y + layer.dt * layer.params * y, "params": jnp.ones(12), "y0": dense_state(2, 4)}
 OF_3, SAME = jnp.zeros((3, 2, 3), jnp.float32), {"step": lambda y, layer: y}
 WITH_TANH = {"w": jnp.ones((6, 4, 4)), "activation": jnp.tanh}
@@ -65,11 +64,6 @@ REFUSED = [
     (TypeError, "coarsest | Serial(), Picard | MGRIT", {"solver": lp_jax.MGRIT(coarsest=lp_jax.MGRIT())}),
     (ValueError, "coarsest | windows=2 | Take Picard", {"solver": lp_jax.MGRIT(coarsest=lp_jax.Windowed(windows=2))}),
     (ValueError, 'around="trajectory" | spatial', {"solver": TRAJECTORY, **BY_TIME}),
-    (
-        ValueError,
-        "spatial(dims=3) needs states with 3 axes of space | one of shape (2, 4)",
-        {"solver": IN_SPACE, **BY_TIME},
-    ),
     (ValueError, "guess | \"constant\" | 'ones'", {"guess": "ones"}),
     (ValueError, "guess | float64[12,2,3] | float64[3,2,3]", {"guess": OF_3.astype(float), "solver": lp_jax.Picard()}),
     (ValueError, "guess | float64[3,2,3] | float32[3,2,3]", {"guess": OF_3, "solver": lp_jax.MGRIT()}),
@@ -115,8 +109,6 @@ SOLVERS = lp_jax.Picard, lp_jax.MGRIT, lp_jax.Newton
         (ValueError, "storage | 'c_point' | Did you mean 'c_points'?", lp_jax.MGRIT, {"storage": "c_point"}),
         (ValueError, "at_once | 'scan'", lp_jax.MGRIT, {"at_once": "scan"}),
         (ValueError, "spatial | pair (restrict, prolong) | 3", lp_jax.MGRIT, {"spatial": (None, 3)}),
-        (ValueError, "dims must be at least 1; got 0", lp_jax.spatial, {"dims": 0}),
-        (TypeError, "dims must be an integer", lp_jax.spatial, {"dims": "2"}),
         (ValueError, "sweeps | at least 1", lp_jax.Picard, {"sweeps": -1}),
         (ValueError, "sweeps | at least 1 | Identity()", lp_jax.Picard, {"sweeps": 0}),
         (ValueError, "windows=4 | at least 2 | sweeps=1", lp_jax.Windowed, {"windows": 4, "sweeps": 1, "rtol": 1e-3}),

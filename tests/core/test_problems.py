@@ -65,7 +65,7 @@ RUNS = {
     "modelnet": (
         shapes,
         "--layers 4 --width 1 --no-compare --solver MGRIT --solver.iterations 1 --solver.coarse_step Rediscretize"
-        " --solver.coarsening 2 --spatial 3 --solver.relaxation FCF",
+        " --solver.coarsening 2 --solver.relaxation FCF",
     ),
 }
 

@@ -113,6 +113,16 @@ def test_a_chain_that_contracts_takes_few_sweeps():
     assert int(problem.solve(solver=lp_jax.Picard(sweeps=60, rtol=1e-3)).stats.iterations) > 7 * most
 
 
+def test_the_law_of_plain_sweeps_does_not_end_secant_sweeps():
+    """Their errors fall late; by the law of plain sweeps the first ones would foretell a miss, and serial propagation."""
+    rng = np.random.default_rng(0)
+    inputs, w = jnp.asarray(rng.normal(size=(64, 2, 4))), jnp.asarray(0.35 * rng.normal(size=(4, 4)))
+    step = lambda y, layer: jnp.tanh(layer.data + y @ layer.shared)  # noqa: E731
+    problem = lp_jax.Problem(step, None, jnp.zeros((2, 4)), shared=w, data=inputs)
+    stats = problem.solve(solver=lp_jax.Secant(sweeps=32, rtol=1e-3, fallback=True)).stats
+    assert int(stats.result) == DONE and int(stats.iterations) < 20
+
+
 def test_a_chain_that_does_not_contract_takes_as_many_sweeps_as_before():
     rng = np.random.default_rng(0)
     params, y0 = jnp.asarray(rng.normal(size=(64, D, D)) / 2), jnp.asarray(rng.normal(size=(BATCH, D)))

@@ -10,7 +10,7 @@ import pytest
 CHECKED = [
     "lp_jax._levels",
     "lp_jax._programs._adjoint",
-    *(f"lp_jax._solvers.{name}" for name in ("_affine", "_cycle", "_rediscretize")),
+    *(f"lp_jax._solvers.{name}" for name in ("_affine", "_coarse_step", "_cycle")),
 ]
 
 SCRIPT = f"""
