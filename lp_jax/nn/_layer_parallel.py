@@ -104,7 +104,6 @@ class LayerParallel(Solved):
     Args:
         make_module: ``make_module(rngs)`` builds one layer, ``__call__(y, t, dt) -> y_next``; see `stack`. It may also
             hold running statistics, like those of `BatchNorm`.
-        num_layers: number of layers N.
         weights: None if each layer has its own parameters; or a `Spline`, whose coefficients are the parameters. Each
             worker computes the weights of its layers from them. Not for layers with running statistics.
         comm: the workers of the layers; None is one device. With `MeshComm` the parameters are made on their devices. With

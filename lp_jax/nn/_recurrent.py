@@ -208,7 +208,15 @@ class _Cell(Solved):
     def emit(cls, y: State, layer: Layer) -> tuple[State, jax.Array]:
         """Return the next state and the output, its last array: the step of the solve."""
         y = cls.step(y, layer.data, layer.shared)
-        return y, jax.tree.leaves(y)[-1]
+        return y, cls.output(y)
+
+    def start(self, batch: int, dtype: DTypeLike) -> State:
+        zeros = jnp.zeros((batch, self.hidden), dtype)
+        return zeros if self.arrays == 1 else (zeros,) * self.arrays
+
+    @staticmethod
+    def output(state: State) -> jax.Array:
+        return jax.tree.leaves(state)[-1]
 
     def __call__(self, x: jax.Array, y0: State | None = None) -> jax.Array:
         """Return the hidden states of all times, ``(batch, time, hidden)``, for the inputs of `problem`."""
@@ -220,21 +228,15 @@ class _Cell(Solved):
         ``x`` are the sequences, ``(batch, time, features)``, and ``y0`` is the state before the first time; None is zero. In its
         solution ``aux`` are the hidden states of all times, ``(time, batch, hidden)``, with `MPIComm` those of the rank's own
         times; ``y1`` is the last state.
-
-        Raises:
-            ValueError: if the sequences have a wrong shape.
         """
         in_time = self.time_first(x, self.kernel.shape[0])
         weights = self.comm.replicate({"kernel": self.kernel[...], "bias": self.bias[...]})
         data = gates(in_time, weights)  # one product for all times
         batch, steps, _ = x.shape
-        if y0 is None:
-            zeros = jnp.zeros((batch, self.hidden), data[0].dtype)
-            y0 = zeros if self.arrays == 1 else (zeros,) * self.arrays
         return Problem(
             self.emit,
             None,
-            y0,
+            self.start(batch, data[0].dtype) if y0 is None else y0,
             shared=tuple(self.recurrent[...][:, None]),
             data=data,
             t1=float(steps),
