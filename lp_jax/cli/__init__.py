@@ -15,9 +15,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit: 0, or with one line on standard error 1 (failed), 2 (wrong use), 128 + signal."""
     args = list(sys.argv[1:] if args is None else args)
     code = 0
-    handlers = {
-        number: signal.signal(number, f) for number, f in {signal.SIGTERM: terminate, signal.SIGINT: stop}.items()
-    }
+    ours = {signal.SIGTERM: terminate, signal.SIGINT: stop}
+    handlers = {number: signal.signal(number, handler) for number, handler in ours.items()}
     keep_heap()
     try:
         try:

@@ -188,9 +188,8 @@ class Conv(Model):
             raise UsageError(f"--model conv needs {wanted}; these have shape {task.shape}.")
         width, (*space, inputs) = self.width, task.shape
         kernel, state = (3,) * len(space), (*(-(-size // self.stride) for size in space), width)
-        closing = (
-            nn.DenseClosing if math.prod(state) <= 2**16 else nn.PoolClosing
-        )  # the mean over space of large states
+        # large states are averaged over space
+        closing = nn.DenseClosing if math.prod(state) <= 2**16 else nn.PoolClosing
         return nn.Classifier(
             nn.ConvTransition(inputs, width, kernel=kernel, factor=self.stride, rngs=rngs),
             nn.LayerParallel(

@@ -88,7 +88,7 @@ def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
     return look
 
 
-_MOST_VALUES = 10_000  # of a file of options
+_MOST = 10_000  # of a file of options
 
 
 def _options_in(path: Path) -> dict[str, Any]:
@@ -97,15 +97,13 @@ def _options_in(path: Path) -> dict[str, Any]:
         raise UsageError(f"--config: there is no file {path}.")
     try:
         stored = get_loader("yaml")(path.read_text(encoding="utf-8"))
-        count = sum(1 for _ in itertools.islice(_leaves(stored), _MOST_VALUES))
+        count = sum(1 for _ in itertools.islice(_leaves(stored), _MOST))
     except Exception as error:  # of the encoding, of the loader, of what nests without end
         raise UsageError(f"--config: {path} cannot be read as YAML or JSON ({error}).") from None
     if not isinstance(stored, dict) or not all(isinstance(name, str) for name in stored):
         raise UsageError(f"--config: {path} must hold options by name, like layers: 8.")
-    if count == _MOST_VALUES:
-        raise UsageError(
-            f"--config: {path} holds {_MOST_VALUES:,} values or more; an alias counts as all that it stands for."
-        )
+    if count == _MOST:
+        raise UsageError(f"--config: {path} holds {_MOST:,} values or more; an alias counts as all that it stands for.")
     return stored
 
 
@@ -178,9 +176,7 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
     add("--no_pictures", action="store_true", help="Draw no pictures.")
 
 
-def parser_of(
-    command: str, problem: Problem, kind: str, about: str, unused: frozenset[str] = frozenset()
-) -> ArgumentParser:
+def parser_of(command: str, problem: Problem, kind: str, about: str, unused: Collection[str] = ()) -> ArgumentParser:
     """Return the parser of a command on a problem, with the options of data, model and training but the unused ones."""
     model = problem.models[kind]
     parser = ArgumentParser(

@@ -41,7 +41,7 @@ def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | N
         "Recommend a solver for this network, and predict its time. Nothing is trained.",
         [(f"lp-jax plan {name} --workers 8 --save machine.json", "for eight such machines; keep what was measured")],
     )
-    parser = parser_of(f"lp-jax plan {name}", problem, kind, about, frozenset({"epochs", "learning_rate"}))
+    parser = parser_of(f"lp-jax plan {name}", problem, kind, about, ("epochs", "learning_rate"))
     add = _add_plan(parser).add_argument
     add("--machine", type=Path, metavar="FILE", help="Machine file, to read instead of measuring.")
     add("--save", type=Path, metavar="FILE", help="File to store the measurements in.")
@@ -94,11 +94,9 @@ def make_plan(
 
 
 def _add_plan(parser: argparse.ArgumentParser | ArgumentParser) -> argparse._ArgumentGroup:
-    group = parser.add_argument_group("Plan")
+    group, about = parser.add_argument_group("Plan"), "Number of devices that the layers are spread over."
     add = group.add_argument
-    add(
-        "--workers", type=PositiveInt, metavar="N", default=1, help="Number of devices that the layers are spread over."
-    )
+    add("--workers", type=PositiveInt, metavar="N", default=1, help=about)
     add("--error", type=PositiveFloat, metavar="X", default=1e-2, help="Largest relative error of the gradient.")
     add("--out", type=Path, metavar="FOLDER", help="Folder for plan.png.")
     return group

@@ -247,12 +247,10 @@ def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: in
     def test(state: train.TrainState, batch: Batch) -> dict[str, object]:
         return train.evaluate(test_fn, state.params, made.task.test_batches)._asdict()
 
-    def restarted(
-        params: PyTree, operands: Batch, solver: Solver, adjoint_solver: Solver | None
-    ) -> tuple[jax.Array, train.Info]:
+    def restarted(params: PyTree, operands: Batch, *solvers: Solver | None) -> tuple[jax.Array, train.Info]:
         batch, restart = operands
-        exact = solver.exact and (adjoint_solver is None or adjoint_solver.exact)
-        return made.loss_fn(params, batch, solver, adjoint_solver, *(() if exact else (restart,)))
+        exact = all(solver is None or solver.exact for solver in solvers)
+        return made.loss_fn(params, batch, *solvers, *(() if exact else (restart,)))
 
     def probe(state: train.TrainState, batch: Batch) -> dict[str, object]:
         loss_fn, operands = made.loss_fn, batch  # whose programs other measurements use, too

@@ -102,15 +102,11 @@ def _put(x: jax.Array | np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Arra
 
 def spread(options: argparse.Namespace, settings: Settings) -> dict[str, int]:
     """Return the axes of ``--devices`` or ``--mesh``, if this network fits them. A CPU is cut into as many devices."""
-    sizes, batch_size = mesh_sizes(options), settings.training.batch_size
-    if batch_size % sizes.get("data", 1):
-        raise UsageError(
-            f"--batch_size {batch_size} cannot be split evenly over data={sizes['data']}; choose a multiple."
-        )
-    if sizes.get("layers", 1) > settings.layers:
-        raise UsageError(
-            f"{settings.layers} layers cannot be spread over layers={sizes['layers']} devices; name fewer."
-        )
+    sizes, batch, layers = mesh_sizes(options), settings.training.batch_size, settings.layers
+    if batch % sizes.get("data", 1):
+        raise UsageError(f"--batch_size {batch} cannot be split evenly over data={sizes['data']}; choose a multiple.")
+    if sizes.get("layers", 1) > layers:
+        raise UsageError(f"{layers} layers cannot be spread over layers={sizes['layers']} devices; name fewer.")
     if not options.distributed:
         set_cpu_devices(math.prod(sizes.values()))
     return sizes

@@ -84,14 +84,12 @@ def solvers(*args, model=_models.Dense()):
     return found
 
 
-FULL = lp_jax.MGRIT(
-    levels=3, coarsening=(4, 2), rtol=1e-3, atol=1e-9, relaxation=("FCF", "FCFCF"), cycle="W", at_once=8
-)
+FULL = lp_jax.MGRIT(levels=3, coarsening=(4, 2), rtol=1e-3, relaxation=("FCF", "FCFCF"), cycle="W", at_once=8)
 FULL = dataclasses.replace(FULL, coarse_step=lp_jax.Rediscretize(params="mean"), coarsest=lp_jax.Picard(sweeps=3))
 FULL = dataclasses.replace(FULL, iterations=5)
 NEWTON = "--solver Newton --solver.batch_axes 1"
 PAIRS = {
-    """--solver MGRIT --solver.levels 3 --solver.coarsening [4,2] --solver.iterations 5 --solver.rtol 1e-3 --solver.atol=1e-9
+    """--solver MGRIT --solver.levels 3 --solver.coarsening [4,2] --solver.iterations 5 --solver.rtol 1e-3
         --solver.relaxation [FCF,FCFCF] --solver.cycle W --solver.coarse_step Rediscretize --solver.coarse_step.params mean
         --solver.coarsest Picard --solver.coarsest.sweeps 3 --solver.at-once 8 --adjoint-iterations 2""": (
         FULL,
@@ -552,9 +550,8 @@ def test_a_run_folder_chooses_nothing_that_is_imported(cli, tmp_path, monkeypatc
 def test_a_run_folder_may_name_what_the_command_line_names():
     _, stored = options("--solver", "MGRIT", "--solver.levels", "3")
     mine = {"class_path": "mine.Jacobi", "init_args": {"weight": 0.5, "coarse_step": "mine.f"}}
-    look = _options.first_look(
-        ["--solver", "mine.Jacobi", "--solver.coarse_step=mine.f", "--out", "os.system"], "lp-jax train digits"
-    )
+    named = ["--solver", "mine.Jacobi", "--solver.coarse_step=mine.f", "--out", "os.system"]
+    look = _options.first_look(named, "lp-jax train digits")
     kept = _options.overridden(stored | {"solver": mine, "out": "/elsewhere"}, look, ())
     assert kept["solver"] == mine and "out" not in kept  # a folder cannot move itself
     again, _ = options("--solver", "lp_jax.MGRIT", stored=stored)
@@ -563,9 +560,7 @@ def test_a_run_folder_may_name_what_the_command_line_names():
         _options.overridden(stored | {"solver": mine | {"init_args": {"damping": "os.system"}}}, look, ())
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "[" * 100_000, '{"problem": "digits"}', None], ids=["empty", "list", "deep", "part", "folder"]
-)
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"problem": "digits"}', None], ids=range(5))
 def test_a_damaged_configuration_is_one_line(cli, tmp_path, text):
     config = tmp_path / "config.json"
     config.mkdir() if text is None else config.write_text(text)
@@ -683,9 +678,8 @@ def test_a_full_disk_is_one_line(cli, tmp_path, full_disk):
     code, _, err = cli("train", "digits", *sizes, "--out", tmp_path / "run")
     said = [line for line in err.splitlines() if "written" in line or "Traceback" in line or "ERROR" in line]
     assert code == 1 and len(said) == 1, err
-    assert re.fullmatch(
-        r"lp-jax: the checkpoint .*10 cannot be written \(File too large\); none was saved before\. .*", said[0]
-    )
+    wanted = r"lp-jax: the checkpoint .*10 cannot be written \(File too large\); none was saved before\. .*"
+    assert re.fullmatch(wanted, said[0])
 
 
 def test_ctrl_c_counts_before_anything_is_imported(tmp_path):

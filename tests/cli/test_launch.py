@@ -136,9 +136,8 @@ def test_a_process_that_was_started_otherwise_is_refused(tmp_path, train):
     one, other = ([*SMALL, "--out", tmp_path / "run"], [*SMALL, "--layers", 16, "--out", tmp_path / "run"])
     ended = processes(2, tmp_path, train, one, other, timeout=100)
     assert all(process.code != 0 for process in ended)
-    assert "process 1: lp-jax: this process was started otherwise than the first: layers is 8 there and 16 here" in (
-        ended[1].output
-    )
+    wanted = "process 1: lp-jax: this process was started otherwise than the first: layers is 8 there and 16 here"
+    assert wanted in ended[1].output
 
 
 def stopped(number, folder, scratch, *arguments, when):
