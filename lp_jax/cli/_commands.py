@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lp_jax._arrays._check import nearest
 from lp_jax.cli._errors import CommandError
-from lp_jax.cli._menu import PROBLEMS, Examples, MenuParser, description
+from lp_jax.cli._menu import PROBLEMS, MenuParser, description
 
 _BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 _ABOUT = "Layer-parallel training of deep networks in JAX: all layers at once, by multigrid (MGRIT) or Picard sweeps."
@@ -23,7 +23,7 @@ _COMMANDS = {
     "bench": "Time the library against its alternatives. The suites come with the source.",
     "info": "Show versions, devices and MPI.",
 }
-_EXAMPLES: Mapping[str, Examples] = {
+_EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
     "": [
         ("lp-jax demo", "what it gains on this machine, in two minutes"),
         ("lp-jax train digits", "train on scikit-learn's digits, nothing to download"),

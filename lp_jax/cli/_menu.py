@@ -7,9 +7,6 @@ from typing import Any, NoReturn
 from lp_jax._arrays._check import nearest
 from lp_jax.cli._errors import UsageError
 
-Examples = Sequence[tuple[str, str]]
-"""Calls, with a description of each."""
-
 PROBLEMS = {
     "arrays": "Classes or values of your own: x and y in a file of NumPy's.",
     "digits": "Train on the 1,797 handwritten digits of scikit-learn; a fifth is held out.",
@@ -61,7 +58,7 @@ def unknown_option(args: Iterable[str], options: Collection[str]) -> str | None:
     return f"there is no option {unknown}" + (f"; did you mean --{near}?" if near else ".")
 
 
-def description(about: str, examples: Examples) -> str:
+def description(about: str, examples: Sequence[tuple[str, str]]) -> str:
     """Return the head of a help text: the purpose of the command, and example calls."""
     width = max((len(call) for call, _ in examples), default=0)
     return "\n".join([about, "", "examples:", *(f"  {call:<{width}}  {what}" for call, what in examples)])

@@ -36,19 +36,13 @@ from lp_jax.train._controller import gradient_error
 from lp_jax.train._log import flat, measured
 from lp_jax.train._types import Batch
 
-_PROBES = 6  # of the gradient in a run, by default
-_TESTS = 20  # in a run, if each step is an epoch
-
 
 def run(name: str, args: Sequence[str]) -> None:
     args = list(_options.spelled_out(args))
     look = _options.first_look(args, f"lp-jax train {name}")
     with launched(look, ["train", name, *args]) as processes, contextlib.ExitStack() as stack:
-        problem, folder, console = (
-            PROBLEMS[name],
-            look.out,
-            report.plain_console(stderr=True, quiet=not processes.is_root),
-        )
+        problem, folder = PROBLEMS[name], look.out
+        console = report.plain_console(stderr=True, quiet=not processes.is_root)
         earlier = processes.once(lambda: report.stored_run(folder, name)) if look.resume else None
         stored = {} if earlier is None else _options.overridden(earlier["options"], look, problem.sources)
         kind = problem.kind(look.model or stored.get("model"))
@@ -73,10 +67,8 @@ def run(name: str, args: Sequence[str]) -> None:
         console.print("\n".join(filter(None, (described(settings, task, processes.size), task.about))))
         if options.solver == "auto":
             if processes.size > 1:
-                raise UsageError(
-                    "--solver auto measures, and each process could choose another solver; pass the solver that lp-jax plan "
-                    "recommends."
-                )
+                why = "--solver auto measures, and each process could choose another solver"
+                raise UsageError(f"{why}; pass the solver that lp-jax plan recommends.")
             plan = make_plan(settings, task, workers=min(sizes.get("layers", 1), settings.layers))
             console.print(f"auto: {plan.reason}")
             pair = plan.solver, plan.adjoint_solver
@@ -90,10 +82,8 @@ def run(name: str, args: Sequence[str]) -> None:
         if processes.is_root:
             elsewhere = _options.OF_THIS_CALL if processes.size == 1 else (*_options.OF_THIS_CALL, "devices", "mesh")
             kept = {option: value for option, value in kept.items() if option not in elsewhere}
-            report.write_json(
-                folder / report.CONFIG,
-                {"problem": name, "options": kept, "fingerprint": settings.fingerprint(), **texts},
-            )
+            stored = {"problem": name, "options": kept, "fingerprint": settings.fingerprint(), **texts}
+            report.write_json(folder / report.CONFIG, stored)
         for line in filter(None, (made.place.about, f"forward: {code(pair[0])}", f"adjoint: {code(pair[1])}")):
             console.print(line)
         report.show(_runs(made, options, console, processes), options, console, processes.is_root)
@@ -270,7 +260,7 @@ def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: in
             "adjoint_scale": float(solves.adjoint_scale),
         }
 
-    probe_every = options.probe_every or max(1, total // _PROBES)
-    every = steps_per_epoch if steps_per_epoch > 1 else max(1, total // _TESTS)
+    probe_every = options.probe_every or max(1, total // 6)
+    every = steps_per_epoch if steps_per_epoch > 1 else max(1, total // 20)
     measures = [] if made.exact else [train.Every("probe", probe_every, probe)]
     return [*measures, train.Every("test", every, test)]  # its line shows the gradient's error of the same step
