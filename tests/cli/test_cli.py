@@ -85,8 +85,9 @@ def solvers(*args, model=_models.Dense()):
 
 
 FULL = lp_jax.MGRIT(levels=3, coarsening=(4, 2), rtol=1e-3, relaxation=("FCF", "FCFCF"), cycle="W", at_once=8)
-FULL = dataclasses.replace(FULL, coarse_step=lp_jax.Rediscretize(params="mean"), coarsest=lp_jax.Picard(sweeps=3))
-FULL = dataclasses.replace(FULL, iterations=5)
+FULL = dataclasses.replace(
+    FULL, coarse_step=lp_jax.Rediscretize(params="mean"), coarsest=lp_jax.Picard(sweeps=3), iterations=5
+)
 NEWTON = "--solver Newton --solver.batch_axes 1"
 PAIRS = {
     """--solver MGRIT --solver.levels 3 --solver.coarsening [4,2] --solver.iterations 5 --solver.rtol 1e-3
