@@ -30,8 +30,8 @@ def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
         >>> import jax.numpy as jnp, lp_jax
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
         >>> levels = lp_jax.multigrid.hierarchy(problem, lp_jax.MGRIT(levels=3, coarsening=4))
-        >>> [level.steps for level in levels]
-        [64, 16, 4]
+        >>> [level.steps for level in levels], lp_jax.multigrid.cascade(levels).shape
+        ([64, 16, 4], (16,))
     """
     _inputs.solver("solver", solver)
     program, arrays = _traced.trace(problem.replace(comm=problem.comm.inside()), (solver,))
@@ -55,8 +55,8 @@ def coarsen(level: Level, coarse_step: CoarseStep, factor: int = 1) -> Level:
         >>> from lp_jax import multigrid
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
         >>> fine, _ = multigrid.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
-        >>> multigrid.coarsen(fine, lp_jax.Picard(sweeps=2)).steps
-        16
+        >>> multigrid.coarsen(fine, lp_jax.Picard(sweeps=2)).steps, multigrid.rediscretize(fine, "mean").steps
+        (16, 16)
     """
     if level.chain is None:
         raise ValueError(
@@ -71,37 +71,13 @@ def rediscretize(level: Level, params: str | Callable[[PyTree], PyTree] = "injec
 
     ``Phi'_j(u) = Phi(u; params_j, t_j, m dt)``, the coarse operator of the field.
 
-    Args:
-        level: a level of the layers.
-        params: parameters of the coarse layer, as for `Rediscretize`: "inject", "mean", or a function of an interval's.
-        factor: coarsening factor of the new level, 1 for the coarsest.
-
-    Raises:
-        ValueError: as `coarsen`, and for an unknown ``params``.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from lp_jax import multigrid
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> fine, _ = multigrid.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
-        >>> coarse = multigrid.rediscretize(fine, "mean")
-        >>> coarse.steps, float(coarse.xs.dt[0])
-        (16, 0.0625)
+    The arguments are those of `coarsen` and of `Rediscretize`.
     """
     return coarsen(level, Rediscretize(params), factor)
 
 
 def march(level: Level) -> CPoints:
-    """Solve a level step after step, and return its C-points, on the coarsest level all its points.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from lp_jax import multigrid
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> fine, coarse = multigrid.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
-        >>> multigrid.march(fine).shape, multigrid.march(coarse).shape
-        ((16,), (16,))
-    """
+    """Solve a level step after step, and return its C-points, on the coarsest level all its points."""
     return _sweep.march(level)[0]
 
 
@@ -120,44 +96,24 @@ def v_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPo
     Example:
         >>> import functools, jax.numpy as jnp, lp_jax
         >>> from lp_jax import multigrid
-        >>> cycle = functools.partial(multigrid.v_cycle, relaxation="FCF")
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> round(float(problem.solve(solver=lp_jax.MGRIT(levels=3, cycle=cycle)).y1), 3)
-        2.695
+        >>> for one in (multigrid.v_cycle, multigrid.f_cycle, multigrid.w_cycle):
+        ...     cycle = functools.partial(one, relaxation="FCF")
+        ...     solution = problem.solve(solver=lp_jax.MGRIT(levels=3, cycle=cycle))
     """
     return _cycle.fas_cycle(_cycle.Scheme(**options), levels, u, "V")
 
 
 def f_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
-    """One F-cycle: each coarse level is visited by an F-cycle, then by a V-cycle. As `v_cycle` else.
-
-    Example:
-        >>> import lp_jax
-        >>> solver = lp_jax.MGRIT(levels=3, cycle=lp_jax.multigrid.f_cycle)
-    """
+    """One F-cycle: each coarse level is visited by an F-cycle, then by a V-cycle. As `v_cycle` else."""
     return _cycle.fas_cycle(_cycle.Scheme(**options), levels, u, "F")
 
 
 def w_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
-    """One W-cycle: each coarse level is visited by two W-cycles. As `v_cycle` else.
-
-    Example:
-        >>> import lp_jax
-        >>> solver = lp_jax.MGRIT(levels=3, cycle=lp_jax.multigrid.w_cycle)
-    """
+    """One W-cycle: each coarse level is visited by two W-cycles. As `v_cycle` else."""
     return _cycle.fas_cycle(_cycle.Scheme(**options), levels, u, "W")
 
 
 def cascade(levels: Sequence[Level], kind: str = "V", **options: PyTree) -> CPoints:
-    """Approximate the C-points without a guess, from the coarsest level to the finest. Options are those of `v_cycle`.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from lp_jax import multigrid
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> levels = multigrid.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
-        >>> u, squares = multigrid.v_cycle(levels, multigrid.cascade(levels))
-        >>> u.shape
-        (16,)
-    """
+    """Approximate the C-points without a guess, from the coarsest level to the finest. Options are those of `v_cycle`."""
     return _cycle.cascade(_cycle.Scheme(**options), levels, kind)

@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 from jax.extend import core, source_info_util
 
-from lp_jax._arrays import _products
+from lp_jax._arrays import _products, _tree
 from lp_jax._arrays._at_once import footprint
-from lp_jax._arrays._evaluate import bind, evaluate
+from lp_jax._arrays._products import Operation, bind, evaluate
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
@@ -23,29 +23,14 @@ from lp_jax._programs import _inputs, _traced
 from lp_jax._scan import refuse_stretched, scan, scanned
 from lp_jax._solvers._solver import Solver
 
-Where = Callable[["Scan"], "bool | Solver | tuple[Solver, Solver]"]
-"""Says of a scan whether it is solved, and by what."""
-
+Where = Callable[["Scan"], "bool | Solver | tuple[Solver, Solver]"]  # whether a scan is solved, and by what
 _WALKED = ("jit", "pjit", "closed_call", "remat2", "remat", "checkpoint", "cond", "while", "shard_map", "scan")
 _LEFT = "left as it is: "
 _REFUSED = TypeError, ValueError, NotImplementedError, NameError
 
 
 class Scan(NamedTuple):
-    """A scan inside a function.
-
-    Attributes:
-        length: number of its steps.
-        reverse: whether it goes from the last step to the first.
-        carry: shapes and dtypes of the carry's arrays.
-        flops: flops of the products of one step.
-        name: named scopes that it stands in.
-        source: file, line and function that call it.
-        problem: what `plan`, `diagnose` and `gradient_error` take; None if it cannot be solved. Its arrays have values where
-            `scans` was called with values, and the scan does not stand in a loop.
-        takes: what `parallel` does with it.
-        seconds: predicted seconds of value and gradient, where the default decides.
-    """
+    """A scan inside a function; `scans` says what its fields are."""
 
     length: int
     reverse: bool
@@ -82,24 +67,20 @@ def parallel(
     """Return ``f`` with its scans solved: ``jax.lax.scan``, however it got there, becomes `lp_jax.scan`.
 
     ``linen.scan``, ``nnx.scan``, stacked modules of Equinox and Haliax, and loops of a known length all end in a scan. The
-    function is traced as under ``jax.jit``; arrays are its variables, other arguments constants. A gradient goes outside:
-    ``jax.grad(lp_jax.parallel(loss))``. For functions of NNX modules, whose state is updated, see `lp_jax.nn.parallel`.
+    function is traced as under ``jax.jit``; arrays are its variables, other arguments constants. A gradient goes outside, as in
+    the example. For functions of NNX modules, whose state is updated, see `lp_jax.nn.parallel`.
 
-    The outermost scans are solved, those with floating-point numbers in the carry. Scans in a step that is solved stay as they
-    are. So does what cannot be solved: steps with side effects, functions with derivatives of their own, a carry whose
-    integers follow from its floating-point numbers. Without ``solver`` the default decides for every scan, and leaves it
-    alone where nothing is faster. `scans` tells what is done with each.
+    The outermost scans are solved, those with floating-point numbers in the carry. What cannot be solved stays as it is: steps
+    with side effects, functions with derivatives of their own, a carry whose integers follow from its floating-point numbers.
+    Without ``solver`` the default decides for every scan. `scans` tells what is done with each.
 
     Args:
         f: any function that can be traced.
-        solver: solver of all scans, as for `lp_jax.scan`.
-        adjoint_solver: its adjoint solver.
+        solver: of all scans, as for `lp_jax.scan`.
+        adjoint_solver: as for `lp_jax.scan`.
         comm: as for `lp_jax.scan`.
         where: ``where(scan)``: whether a scan is solved, or its solver, or its two solvers; ``scan`` has the fields that `scans`
             lists. If it is not solved, the scans in its step are looked at.
-
-    Returns:
-        A function with the arguments and results of ``f``.
 
     Raises:
         TypeError: for solvers that are none.
@@ -126,13 +107,13 @@ def parallel(
 def scans(f: Callable[..., PyTree], **options: Any) -> Callable[..., Scans]:
     """Return a function of the same arguments that tells which scans ``f`` has and what `parallel` does with each.
 
-    It evaluates ``f`` once, without ``jit``; ``jax.eval_shape`` of it only traces. The tuple prints as a list. Each entry has
-    ``length``, ``reverse``, ``carry``, ``flops`` of a step, ``name`` (its scopes), ``source`` (file, line, function), ``takes``,
-    ``seconds`` (predicted, where the default decides) and ``problem``, which `plan`, `diagnose` and `gradient_error` take.
+    It evaluates ``f`` once, without ``jit``; ``jax.eval_shape`` of it only traces. ``options`` are those of `parallel`.
 
-    Args:
-        f: as for `parallel`.
-        options: those of `parallel`.
+    Returns:
+        A tuple that prints as a list. An entry has ``length``, ``reverse``, shapes of the ``carry``, ``flops`` of the products of
+        a step, ``name`` (its scopes), ``source`` (file, line, function), ``problem`` for `plan`, `diagnose` and `gradient_error`
+        (None if it cannot be solved; its arrays have values where those of ``f`` have, outside of loops), ``takes`` (what
+        `parallel` does) and ``seconds`` (predicted for value and gradient, where the default decides).
 
     Example:
         >>> import jax, jax.numpy as jnp, lp_jax
@@ -154,11 +135,7 @@ def scans(f: Callable[..., PyTree], **options: Any) -> Callable[..., Scans]:
 
 @dataclasses.dataclass(frozen=True)
 class _Rules:
-    """The options of `parallel`, and the evaluation of a program by them.
-
-    ``tell`` is given every scan. A program that is looked at is evaluated operation by operation, without ``jit``, so that
-    the arrays of its scans have values.
-    """
+    """The options of `parallel`, and the evaluation of a program by them; without ``jit`` where ``tell`` is given every scan."""
 
     solver: Solver | None = None
     adjoint_solver: Solver | None = None
@@ -173,23 +150,22 @@ class _Rules:
                 _inputs.solver(name, getattr(self, name))
 
     def call(self, f: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        at = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | np.generic)]
+        mask = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in jax.tree.leaves((args, kwargs))]
+        arrays, combine = _tree.partition((args, kwargs), mask)
 
         def flat(*arrays: jax.Array) -> PyTree:
-            filled = list(leaves)
-            for i, x in zip(at, arrays, strict=True):
-                filled[i] = x
-            args, kwargs = jax.tree.unflatten(structure, filled)
+            args, kwargs = combine(arrays)
             return f(*args, **kwargs)
 
-        arrays = [leaves[i] for i in at]
         closed, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
         return jax.tree.unflatten(jax.tree.structure(shape), self.run(closed.jaxpr, closed.consts, *arrays))
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         """Evaluate a program, its scans solved."""
-        return evaluate(jaxpr, consts, args, lambda eqn, ins: (self._equation if _has_scan(eqn) else bind)(eqn, ins))
+        return evaluate(jaxpr, consts, args, self._operation)
+
+    def _operation(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        return self._equation(eqn, ins) if _has_scan([eqn]) else bind(eqn, ins)
 
     def _equation(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         """Evaluate an operation with scans inside: the same operation, of programs whose scans are solved."""
@@ -208,7 +184,13 @@ class _Rules:
             branches = [functools.partial(self.run, branch.jaxpr, branch.consts) for branch in p["branches"]]
             return lax.switch(ins[0], branches, *ins[1:])
         if name == "while":
-            return self._while(p, ins)
+            start, end = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+            condition, body = core.jaxpr_as_fun(p["cond_jaxpr"]), p["body_jaxpr"]
+            return lax.while_loop(
+                lambda carry: condition(*ins[:start], *carry)[0],
+                lambda carry: tuple(self.run(body.jaxpr, body.consts, *ins[start:end], *carry)),
+                tuple(ins[end:]),
+            )
         inside = functools.partial(self.run, p["jaxpr"], ())
         if name == "shard_map":
             options = {key: p[key] for key in ("mesh", "in_specs", "check_vma")}
@@ -216,58 +198,45 @@ class _Rules:
             return jax.jit(spread)(*ins)  # outside of jit, JAX has no symbolic zeros within one
         return jax.checkpoint(inside, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
 
-    def _while(self, p: dict[str, Any], ins: list[Any]) -> Sequence[Any]:
-        of_condition, of_body = p["cond_nconsts"], p["body_nconsts"]
-        first, second = ins[:of_condition], ins[of_condition : of_condition + of_body]
-        condition, body = core.jaxpr_as_fun(p["cond_jaxpr"]), p["body_jaxpr"]
-        return lax.while_loop(
-            lambda carry: condition(*first, *carry)[0],
-            lambda carry: tuple(self.run(body.jaxpr, body.consts, *second, *carry)),
-            tuple(ins[of_condition + of_body :]),
-        )
-
     def _scan(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if not all(hasattr(v.aval, "shape") for v in eqn.invars):  # references, and types of other libraries
             return bind(eqn, ins)
-        parts = _Parts.of(eqn, ins)
-        about, solvers = self._decide(eqn, parts)
-        out, why = (None, "") if solvers is None else self._solve(eqn, parts, solvers)
-        if why:
-            about = about._replace(takes=_LEFT + why)
+        program, (start, carries) = eqn.params["jaxpr"], _products.scan_parts(eqn)
+        consts, init, xs = ins[:start], ins[start : start + carries], ins[start + carries :]
+
+        def body(carry: list[Any], x: list[Any], evaluated: Operation | None = None) -> tuple[list[Any], list[Any]]:
+            out = evaluate(program.jaxpr, program.consts, [*consts, *carry, *x], evaluated or _in_a_solve())
+            return out[:carries], out[carries:]
+
+        given = init, xs, eqn.params["length"], eqn.params["reverse"]
+        about, solvers = self._decide(eqn, (body, *given))
+        out = None
+        if solvers is not None:
+            refuse_stretched(*solvers)  # the user's mistake, and none of the scan's
+            try:
+                out = jax.tree.leaves(scan(body, *given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm))
+            except _REFUSED as error:  # not all is known before it is traced
+                about = about._replace(takes=_LEFT + _first_line(error))
         if self.tell is not None:
             self.tell(about)
         if out is not None:
             return out
         chosen = about.problem is not None and about.seconds is not None  # by the default
-        if chosen or not any(map(_has_scan, parts.program.jaxpr.eqns)):
+        if chosen or not _has_scan(program.jaxpr.eqns):
             return bind(eqn, ins)
+        solved = functools.partial(body, evaluated=self._operation)
+        return jax.tree.leaves(lax.scan(solved, *given, unroll=eqn.params["unroll"]))
 
-        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            return parts.split(self.run(parts.program.jaxpr, parts.program.consts, *parts.consts, *carry, *x))
-
-        given = body, parts.init, parts.xs, about.length, about.reverse
-        return jax.tree.leaves(lax.scan(*given, unroll=eqn.params["unroll"]))
-
-    def _solve(
-        self, eqn: core.JaxprEqn, parts: "_Parts", solvers: tuple[Solver | None, Solver | None]
-    ) -> tuple[list[Any] | None, str]:
-        """The outputs of a scan that is solved; or None, and why it cannot be: not all is known before it is traced."""
-        refuse_stretched(*solvers)  # the user's mistake, and none of the scan's
-        given = parts.body, parts.init, parts.xs, eqn.params["length"], eqn.params["reverse"]
-        try:
-            carry, ys = scan(*given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm)
-        except _REFUSED as error:
-            return None, _first_line(error)
-        return [*carry, *ys], ""
-
-    def _decide(self, eqn: core.JaxprEqn, parts: "_Parts") -> tuple[Scan, tuple[Solver | None, Solver | None] | None]:
+    def _decide(
+        self, eqn: core.JaxprEqn, given: tuple[Any, ...]
+    ) -> tuple[Scan, tuple[Solver | None, Solver | None] | None]:
         """Describe a scan, and pick its solvers; None if it is left as it is."""
-        init = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jnp.asarray, parts.init)]
+        program = eqn.params["jaxpr"].jaxpr
         about = Scan(
             length=eqn.params["length"],
             reverse=eqn.params["reverse"],
-            carry=tuple(init),
-            flops=footprint(parts.program.jaxpr, []).flops,
+            carry=tuple(jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in given[1]),
+            flops=footprint(program, []).flops,
             name=str(eqn.source_info.name_stack),
             source=_source(eqn),
         )
@@ -276,9 +245,9 @@ class _Rules:
             return about._replace(takes=_LEFT + why, **more), None
 
         devices = jax.sharding.get_abstract_mesh().manual_axes  # of a shard_map; a vmap's axis gets lost in a solve
-        if any(getattr(effect, "name", None) not in devices for effect in parts.program.jaxpr.effects):
+        if any(getattr(effect, "name", None) not in devices for effect in program.effects):
             return left("its step has side effects")
-        if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in init):
+        if not any(map(_tree.inexact, given[1])):
             return left("no floating-point numbers in the carry")
         if not about.length:
             return left("no steps")
@@ -296,7 +265,7 @@ class _Rules:
         if wanted is not True:
             solvers = wanted if isinstance(wanted, tuple) else (wanted, None)
         try:
-            problem = scanned(parts.body, parts.init, parts.xs, about.length, about.reverse, comm=self.comm)
+            problem = scanned(*given, comm=self.comm)
             if solvers[0] is not None:
                 return about._replace(takes=str(solvers[0]), problem=problem), solvers
             (taken, seconds), (program, _) = _traced.default(problem)
@@ -307,51 +276,29 @@ class _Rules:
         return about._replace(takes=str(taken[0]), problem=problem, seconds=seconds), solvers
 
 
-class _Parts(NamedTuple):
-    """The parts of a scan: its step's program, what the step closes over, the first carry, and its operands."""
+def _in_a_solve() -> Operation:
+    """Operations as they were, on the mesh of the solve that calls this."""
+    mesh = jax.sharding.get_abstract_mesh()
 
-    program: Any
-    consts: list[Any]
-    init: list[Any]
-    xs: list[Any]
+    def operation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        with jax.sharding.use_abstract_mesh(mesh):
+            if eqn.primitive.name == "sharding_constraint" and eqn.params["layout"] is None:
+                return [lax.with_sharding_constraint(ins[0], eqn.params["sharding"])]
+            return bind(eqn, ins)
 
-    @classmethod
-    def of(cls, eqn: core.JaxprEqn, ins: list[Any]) -> "_Parts":
-        consts, carries = _products.scan_parts(eqn)
-        return cls(eqn.params["jaxpr"], ins[:consts], ins[consts : consts + carries], ins[consts + carries :])
-
-    def split(self, out: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        n = len(self.init)
-        return list(out[:n]), list(out[n:])
-
-    def body(self, carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        mesh = jax.sharding.get_abstract_mesh()  # that of the solve
-
-        def operation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-            with jax.sharding.use_abstract_mesh(mesh):
-                if eqn.primitive.name == "sharding_constraint" and eqn.params["layout"] is None:
-                    return [lax.with_sharding_constraint(ins[0], eqn.params["sharding"])]
-                return bind(eqn, ins)
-
-        return self.split(evaluate(self.program.jaxpr, self.program.consts, [*self.consts, *carry, *x], operation))
+    return operation
 
 
 def _source(eqn: core.JaxprEqn) -> str:
     """File, line and function of the caller that is in no installed package."""
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    own = [
-        f for f in frames if "site-packages" not in f.file_name and Path(f.file_name).parent != Path(__file__).parent
-    ]
-    if not own:
-        return source_info_util.summarize(eqn.source_info)
-    return f"{own[0].file_name}:{own[0].line_num} ({own[0].function_name})"
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        if "site-packages" not in frame.file_name and Path(frame.file_name).parent != Path(__file__).parent:
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return source_info_util.summarize(eqn.source_info)
 
 
-def _has_scan(eqn: core.JaxprEqn) -> bool:
-    name = eqn.primitive.name
-    return name == "scan" or (
-        name in _WALKED and any(_has_scan(e) for j in core.jaxprs_in_params(eqn.params) for e in j.eqns)
-    )
+def _has_scan(equations: Sequence[core.JaxprEqn]) -> bool:
+    return any(equation.primitive.name == "scan" for equation in _products.walk(equations, into=_WALKED))
 
 
 def _first_line(error: Exception) -> str:

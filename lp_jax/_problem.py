@@ -1,4 +1,4 @@
-"""`Problem`: a network and the state that enters it, to be solved."""
+"""`Problem`: a network and the state that enters it, and the verbs on it: `solve`, `solve_vjp`."""
 
 import dataclasses
 import functools
@@ -12,9 +12,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
-from lp_jax._arrays._types import Arrays, CPoints, PyTree, State
-from lp_jax._comms._comm import OneDevice
-from lp_jax._programs._inputs import Network
+from lp_jax._arrays._types import Arrays, CPoints, PyTree, Stacked, State, Step, Times
+from lp_jax._comms._comm import Comm, OneDevice
+from lp_jax._programs import _inputs
 from lp_jax._programs._program import Output, Program, seen_of
 from lp_jax._programs._traced import prepare
 from lp_jax._solution import Solution
@@ -27,21 +27,10 @@ class Gradients(NamedTuple):
     Leaves that cannot be differentiated (integers, keys) hold ``float0`` zeros, as ``jax.vjp`` gives them.
 
     Attributes:
-        params: gradient with respect to ``params``.
-        y0: gradient with respect to ``y0``.
-        shared: gradient with respect to ``shared``.
-        data: gradient with respect to ``data``.
+        params, y0, shared, data: gradients with respect to these arguments.
         adjoint_trajectory: gradients with respect to the states that enter the intervals of the adjoint solver, leaves
             ``(ceil(N / m), ...)``: an ``adjoint_guess`` for the next solve. None where JAX differentiates a scan (`Serial`
             on one device).
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> solution, pullback = problem.solve_vjp(solver=lp_jax.Serial())
-        >>> gradients = pullback(jnp.ones(()))[0]
-        >>> gradients.params.shape, gradients.y0.shape
-        ((64,), ())
     """
 
     params: PyTree
@@ -53,12 +42,11 @@ class Gradients(NamedTuple):
 
 @_check.check_arguments
 @dataclasses.dataclass(frozen=True, eq=False)
-class Problem(Network):
+class Problem(_inputs.Network):
     """A deep network and the state that enters it, as one value: ``solve(step, params, y0, ...)`` is ``problem.solve(...)``.
 
     `plan`, `calibrate` and `hierarchy` take a problem; `scanned` and ``nn.LayerParallel.problem`` return one. Its arguments are
-    those of `solve` that say what is solved: ``step``, ``params``, ``y0``, ``shared``, ``data``, ``t0``, ``t1``, ``comm`` and
-    ``has_aux``. Shapes (`jax.ShapeDtypeStruct`) are enough to plan with. The attribute ``comm`` is a `Comm`, one device for None.
+    those of `solve` that say what is solved. Shapes (`jax.ShapeDtypeStruct`) are enough to plan with.
 
     Raises:
         ValueError: for leaves of different lengths or none.
@@ -66,10 +54,7 @@ class Problem(Network):
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
-        >>> step = lambda y, layer: y + layer.dt * layer.params * y
-        >>> problem = lp_jax.Problem(step, jnp.ones(64), jnp.ones(()))
-        >>> problem.layers
-        64
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
         >>> round(float(problem.solve().y1), 2)
         2.7
         >>> problem.replace(y0=jnp.zeros(())).solve(solver=lp_jax.MGRIT()).y1
@@ -77,14 +62,7 @@ class Problem(Network):
     """
 
     def replace(self, **changes: PyTree) -> "Problem":
-        """Return this problem with some of its arguments changed.
-
-        Example:
-            >>> import jax.numpy as jnp, lp_jax
-            >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-            >>> problem.replace(params=jnp.ones(16)).layers
-            16
-        """
+        """Return this problem with some of its arguments changed."""
         return dataclasses.replace(self, **changes)
 
     def solve(
@@ -95,14 +73,7 @@ class Problem(Network):
         guess: str | CPoints = "constant",
         adjoint_guess: CPoints | None = None,
     ) -> Solution:
-        """Return the `Solution`, as `lp_jax.solve` does; the arguments are the same.
-
-        Example:
-            >>> import jax.numpy as jnp, lp_jax
-            >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-            >>> int(problem.solve(solver=lp_jax.MGRIT(iterations=3)).stats.iterations)
-            3
-        """
+        """Return the `Solution`, as `lp_jax.solve` does; the arguments are the same."""
         program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
         specs = functools.partial(_partitions, program, arrays)
         arrays = program.refuse_forward_mode(arrays)
@@ -117,16 +88,7 @@ class Problem(Network):
         guess: str | CPoints = "constant",
         adjoint_guess: CPoints | None = None,
     ) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
-        """Return the `Solution` and its pullback, as `lp_jax.solve_vjp` does; the arguments are the same.
-
-        Example:
-            >>> import jax.numpy as jnp, lp_jax
-            >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-            >>> solution, pullback = problem.solve_vjp(solver=lp_jax.MGRIT(iterations=3))
-            >>> gradients, adjoint_stats = pullback(jnp.ones(()))
-            >>> gradients.params.shape
-            (64,)
-        """
+        """Return the `Solution` and its pullback, as `lp_jax.solve_vjp` does; the arguments are the same."""
         if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and self.comm != OneDevice():
             raise ValueError(
                 "solve_vjp does not work inside jax.set_mesh with explicit axes. Call it outside of it, on the same arrays; or "
@@ -136,15 +98,127 @@ class Problem(Network):
         (y1, aux, rest), pull = program.vjp(arrays)
 
         def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
-            cotangents = _tree.varying((y1_cotangent, seen_of(aux, aux_cotangent)), y1)
-            gradient, stats = pull(*cotangents)
+            gradient, stats = pull(*_tree.varying((y1_cotangent, seen_of(aux, aux_cotangent)), y1))
             arguments = (self.params, self.y0, self.shared, self.data)
             cotangents = (gradient.slices.params, gradient.y0, gradient.shared[0], gradient.slices.data)
-            cotangents = jax.tree.map(_or_float0, cotangents, arguments, is_leaf=lambda x: x is None)
+            cotangents = jax.tree.map(
+                lambda cotangent, x: (
+                    np.zeros(jnp.shape(x), jax.dtypes.float0) if cotangent is None and x is not None else cotangent
+                ),
+                cotangents,
+                arguments,
+                is_leaf=lambda x: x is None,
+            )
             params, y0, shared, data = _tree.sum_like(cotangents, arguments)
             return Gradients(params, y0, shared, data, gradient.adjoint_guess), stats
 
         return Solution(y1, *rest, aux), pullback
+
+
+@_check.check_arguments
+def solve(
+    step: Step,
+    params: Stacked,
+    y0: State,
+    *,
+    shared: PyTree = None,
+    data: Stacked = None,
+    t0: Times = 0.0,
+    t1: Times = 1.0,
+    solver: Solver | None = None,
+    adjoint_solver: Solver | None = None,
+    guess: str | CPoints = "constant",
+    adjoint_guess: CPoints | None = None,
+    comm: Comm | None = None,
+    has_aux: bool = False,
+) -> Solution:
+    """Propagate ``y0`` through N layers, all at once; gradients are computed all at once, too.
+
+    Solves ``u[n+1] = step(u[n], layer n)``, ``u[0] = y0`` and returns ``u[N]``. At convergence this is the state that
+    ``lax.scan`` gives, and ``jax.grad`` of it is the gradient of the scan: the adjoint system
+    ``lam[n] = (dPhi_n/du)^T lam[n+1]`` is solved by the same method. Works under jit, vmap and grad.
+
+    Args:
+        step: ``step(y, layer) -> y_next``, a pure function. ``y_next`` has the structure, shapes and dtypes of ``y``, a pytree;
+            ``layer`` is a `Layer`. It may close over arrays, traced and differentiated ones too.
+        params: parameters of the layers; leaves ``(N, ...)``. Differentiated.
+        y0: the state entering layer 0, a pytree of floating-point or complex arrays. Differentiated.
+        shared: operands of every layer, seen as ``layer.shared``, not stacked. Differentiated; gradients are summed over layers.
+        data: per-layer inputs, dropout keys, masks; leaves ``(N, ...)``, seen as ``layer.data``. Floating-point leaves are
+            differentiated.
+        t0: time at which layer 0 starts, in units of your choice.
+        t1: time at which the last layer ends; layer n spans ``[t0 + n h, t0 + (n+1) h]``, ``h = (t1 - t0) / N``. Or an
+            array of N + 1 increasing times (then ``t0`` is not used). Differentiated where it is a JAX value.
+        solver: `Picard`, `MGRIT`, `Newton` or `Serial`. None is for any network: the method that is predicted to be fastest by
+            the cost of a layer on the device (`planning.default` says which). Sweeps go to a tolerance of 1e-3, of the adjoint
+            to 1e-2, and may cost as much as serial propagation, which then decides.
+        adjoint_solver: the same for the adjoint system; None means the settings of ``solver`` (and a single iteration of
+            `Newton`, as that system is linear).
+        guess: where the first iteration starts: "constant" (``y0`` at every point) or "zeros", unless it is a cascade
+            of `MGRIT`; or states at the level-0 C-points after point 0, leaves ``(ceil(N / m), ...)``, such as
+            ``Solution.trajectory`` of an earlier call. `MGRIT` then starts with a cycle.
+        adjoint_guess: where the adjoint solve starts: ``Gradients.adjoint_trajectory`` of an earlier `solve_vjp`; None is the
+            solver's own start. ``jax.grad`` returns for this argument the trajectory at which the adjoint solve *ended*.
+        comm: where the layers live: on one device (None), over a mesh (`MeshComm`) or over MPI ranks (`MPIComm`).
+        has_aux: whether ``step`` returns ``(y_next, aux)``.
+
+    Returns:
+        A `Solution`. Gradients flow through ``y1`` and ``aux``.
+
+    Raises:
+        ValueError: for lengths, times, guesses or settings that do not fit, at trace time.
+        TypeError: for a step that changes its state's structure, shapes or dtypes, and for integer states.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lp_jax
+        >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params + 1)
+        >>> loss = lambda params: jnp.sum(lp_jax.solve(step, params, jnp.zeros(8)).y1 ** 2)
+        >>> value, gradient = jax.jit(jax.value_and_grad(loss))(jnp.zeros((64, 8, 8)))
+        >>> round(float(value), 2)
+        4.64
+
+    References:
+        Guenther, Ruthotto, Schroder, Cyr, Gauger, "Layer-parallel training of deep residual neural networks", SIAM J.
+        Math. Data Sci. 2 (2020).
+    """
+    where = _inputs.comm(comm)
+    problem = Problem(step, params, y0, shared=shared, data=data, t0=t0, t1=t1, comm=where, has_aux=has_aux)
+    return problem.solve(solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess)
+
+
+@_check.check_arguments
+def solve_vjp(
+    step: Step,
+    params: Stacked,
+    y0: State,
+    *,
+    solver: Solver | None = None,
+    adjoint_solver: Solver | None = None,
+    guess: str | CPoints = "constant",
+    adjoint_guess: CPoints | None = None,
+    **problem: PyTree,
+) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
+    """`solve`, with its arguments, and the pullback of ``y1`` and ``aux`` that also returns the adjoint solve's stats.
+
+    Returns:
+        The solution, and ``pullback(y1_cotangent, aux_cotangent=None) -> (gradients, adjoint_stats)``, whose `Gradients`
+        equal those of ``jax.grad`` through `solve`. ``aux_cotangent`` is a tree like ``aux``; None, as a whole or for
+        a leaf, is zero. Values that ``step`` closes over get no gradient here.
+
+    Raises:
+        ValueError: as `solve`; and over a mesh inside ``jax.set_mesh`` with explicit axes.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> step = lambda y, layer: y + layer.dt * layer.params * y
+        >>> solver = lp_jax.MGRIT(coarsening=2, iterations=3)
+        >>> solution, pullback = lp_jax.solve_vjp(step, jnp.ones(8), jnp.ones(()), solver=solver)
+        >>> gradients, adjoint_stats = pullback(jnp.ones(()))
+        >>> isinstance(gradients, lp_jax.Gradients), adjoint_stats.residual_norms.shape
+        (True, (3,))
+    """
+    whole = Problem(step, params, y0, **problem)
+    return whole.solve_vjp(solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess)
 
 
 def _partitions(program: Program, arrays: Arrays) -> Output:
@@ -174,7 +248,3 @@ _RESTART = (
     "step return them as aux: `return y, y` with has_aux=True, and read Solution.aux. To start another solve from it, pass "
     "jax.lax.stop_gradient(solution.trajectory)."
 )
-
-
-def _or_float0(cotangent: jax.Array | None, x: jax.Array | None) -> jax.Array | np.ndarray | None:
-    return cotangent if x is None or cotangent is not None else np.zeros(jnp.shape(x), jax.dtypes.float0)

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from lp_jax._arrays import _check, _products, _tree
+from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import CPoints, Layer, PyTree, Stacked, State
 from lp_jax._comms._comm import Comm
 from lp_jax._comms._mesh import same_over
@@ -19,8 +19,7 @@ from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 from lp_jax._solvers._solver import Solver
 
-Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-"""The body of a scan: ``body(carry, x) -> (carry, y)``."""
+Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # ``body(carry, x) -> (carry, y)``
 
 
 @_check.check_arguments
@@ -41,15 +40,14 @@ def scan(
 ) -> tuple[PyTree, PyTree]:
     """``jax.lax.scan`` over layers, with a solver that evaluates all of them at once.
 
-    With ``solver=Serial()`` values and gradients are those of ``jax.lax.scan``; with another solver they are as close as
-    it converges: ``lp_jax.scanned(body, init, xs).solve()`` returns the residual norms, and `plan` takes the same
-    problem.
+    With ``solver=Serial()`` values and gradients are those of ``jax.lax.scan``; with another solver they are as close as it
+    converges: ``lp_jax.scanned(body, init, xs).solve()`` returns the residual norms.
 
     Args:
         body: ``body(carry, x) -> (carry, y)``, a pure function. It may close over arrays, traced and differentiated ones too.
-        init: the first carry. Its inexact leaves are the state that is solved for; without such leaves, this is ``jax.lax.scan``.
-            Integers and keys are allowed where the body computes them from one another and from ``x`` only (a counter, a key
-            that is split); elsewhere only layers one after another give them, as the default and `Serial` do.
+        init: the first carry. Its inexact leaves are solved for; without such leaves, this is ``jax.lax.scan``. Integers and
+            keys are allowed where the body computes them from one another and from ``x`` only (a counter, a key that is
+            split); elsewhere only layers one after another give them, as the default and `Serial` do.
         xs: operands of the layers, leaves ``(N, ...)``; or None, with a ``length``.
         length: number of layers, if ``xs`` has no leaves.
         reverse: whether to scan from the last entry of ``xs`` to the first.
@@ -59,7 +57,7 @@ def scan(
         adjoint_solver: as for `solve`.
         guess: as for `solve`, with states in the order in which they are computed.
         adjoint_guess: as for `solve`, in the same order.
-        comm: as for `solve`. With `MPIComm` every rank passes its own run of ``xs`` and gets its own ``ys``.
+        comm: as for `solve`.
 
     Returns:
         The last carry, and the ``ys``, stacked; gradients flow through both.
@@ -81,7 +79,7 @@ def scan(
         ((4,), (32,))
     """
     length, comm = _length(xs, length), _inputs.comm(comm)
-    solved_for = any(map(_is_inexact, jax.tree.leaves(init)))
+    solved_for = any(map(_tree.inexact, jax.tree.leaves(init)))
     if not solved_for:
         _refuse_split(comm, "a carry without floating-point numbers")
     plain = functools.partial(lax.scan, body, init, xs, length, reverse, unroll, _split_transpose)
@@ -96,15 +94,13 @@ def scan(
     refuse_stretched(solver, adjoint_solver)
     solvers = {"solver": _of_body(solver, init), "adjoint_solver": _of_body(adjoint_solver, init)}
     solution = problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
-    carry = jax.tree.unflatten(jax.tree.structure(init), _join(solution.y1, fixed))
-    out = carry, _flip(solution.aux) if reverse else solution.aux
+    last = jax.tree.unflatten(jax.tree.structure(init), _join(solution.y1, fixed))
+    out = last, _tree.flip(solution.aux) if reverse else solution.aux
     if not any(map(_tree.varying_axes, jax.tree.leaves(out))):
         return out
     kinds = jax.make_jaxpr(plain)().out_avals  # within a shard_map a solve's results vary between all devices
     leaves, structure = jax.tree.flatten(out)
-    return jax.tree.unflatten(
-        structure, [same_over(x, _tree.varying_axes(kind)) for x, kind in zip(leaves, kinds, strict=True)]
-    )
+    return jax.tree.unflatten(structure, map(same_over, leaves, map(_tree.varying_axes, kinds)))
 
 
 def scanned(
@@ -116,12 +112,10 @@ def scanned(
     *,
     comm: Comm | None = None,
 ) -> Problem:
-    """Return the `Problem` of a `scan`, for `solve`, `plan` and `calibrate`.
+    """Return the `Problem` of a `scan`, with its arguments, for `solve`, `plan` and `calibrate`.
 
     The step is a layer of time 1 (``t1 = N``). The state is the carry, or the list of its leaves if it holds other classes
     than dict, list and tuple, with None for integers and keys. Aux is the ``ys``, in the order in which they are computed.
-
-    Its arguments are those of `scan`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -175,7 +169,7 @@ def _as_problem(
     init = _strong(body, init, x)
     if reverse:
         _refuse_split(comm, "reverse=True")
-        xs = _flip(xs)
+        xs = _tree.flip(xs)
     fixed, last = _fixed(body, init, xs, x, n, comm)
     data = fixed, jnp.arange(n, dtype=jnp.int32)  # the layers' numbers are stacked even if nothing else is
     step = _BodyStep.of(body, init)
@@ -210,22 +204,21 @@ def _length(xs: Stacked, length: Any) -> int:
 def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
     """Give weakly typed leaves of ``init`` the dtypes that ``lax.scan`` gives them; refuse other differences."""
 
-    def carry(init: PyTree, x: PyTree) -> PyTree:
-        out = body(init, x)
+    def advance(carry: PyTree, x: PyTree) -> tuple[PyTree, None]:
+        out = body(carry, x)
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(f"body must return a pair (carry, y), as for jax.lax.scan; got {out!r}.")
-        _inputs.like_state(out[0], init, step="body")
-        return out[0]
+        _inputs.like_state(out[0], carry, step="body")
+        return out[0], None
 
-    if any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(init)):
+    leaves, structure = jax.tree.flatten(init)  # classes of others may convert what they hold
+    if any(getattr(leaf, "weak_type", False) for leaf in leaves):
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), x)
-        step = lambda c, x: (carry(c, x), None)  # noqa: E731
-        kinds = jax.eval_shape(lambda init, xs: jax.tree.leaves(lax.scan(step, init, xs, 1)[0]), init, one)
-        leaves, structure = jax.tree.flatten(init)
+        kinds = jax.eval_shape(lambda init, xs: jax.tree.leaves(lax.scan(advance, init, xs, 1)[0]), init, one)
         pairs = zip(leaves, kinds, strict=True)  # keys have no astype
         strong = [x.astype(kind.dtype) if getattr(x, "weak_type", False) else x for x, kind in pairs]
         return jax.tree.unflatten(structure, strong)
-    out = jax.eval_shape(lambda init, x: jax.tree.leaves(carry(init, x)), init, x)
+    out = jax.eval_shape(lambda init, x: jax.tree.leaves(advance(init, x)[0]), init, x)
     _inputs.same_shapes(out, init, step="body", y="carry")
     return init
 
@@ -233,16 +226,15 @@ def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
 def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: Comm) -> tuple[list[Any], list[Any]]:
     """The leaves of the carry that are not inexact: as they enter every layer, and as they leave the last one."""
     leaves, structure = jax.tree.flatten(init)
-    inexact, start = list(map(_is_inexact, leaves)), _others(leaves)
+    inexact, start = list(map(_tree.inexact, leaves)), _others(leaves)
     if all(inexact):
         return start, start
     _refuse_split(comm, "a carry with integers or keys")
-    closed = jax.make_jaxpr(body)(init, x)
-    others = len(closed.jaxpr.outvars) - len(inexact)
+    program = jax.make_jaxpr(body)(init, x).jaxpr
+    program = program.replace(eqns=[equation for equation in program.eqns if equation.outvars])  # not those that print
     for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(init)):
-        wanted = tuple(k == i for k in range(len(inexact))) + (False,) * others
-        used = _products.used_inputs(closed.jaxpr, wanted)[: len(inexact)]
-        if not inexact[i] and any(u and m for u, m in zip(used, inexact, strict=True)):
+        _, used = dce_jaxpr(program, [k == i for k in range(len(program.outvars))])
+        if not inexact[i] and any(u and m for u, m in zip(used, inexact, strict=False)):
             raise _IntegersFollow(
                 f"init{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, and body computes it from floating-point leaves of "
                 "the carry, which are solved for iteratively. Return it as y instead, or make it floating point."
@@ -287,23 +279,15 @@ def _is_plain(structure: jax.tree_util.PyTreeDef) -> bool:
     return plain and all(map(_is_plain, structure.children()))
 
 
-def _is_inexact(x: ArrayLike) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
-
-
 def _inexact(leaves: list[Any]) -> list[Any]:
-    return [x if _is_inexact(x) else None for x in leaves]
+    return [x if _tree.inexact(x) else None for x in leaves]
 
 
 def _others(leaves: list[Any]) -> list[Any]:
-    return [None if _is_inexact(x) else x for x in leaves]
+    return [None if _tree.inexact(x) else x for x in leaves]
 
 
 def _join(state: State, fixed: list[Any]) -> list[Any]:
     """The leaves of a carry."""
     solved_for = iter(jax.tree.leaves(state))
     return [next(solved_for) if x is None else x for x in fixed]
-
-
-def _flip(tree: Stacked) -> Stacked:
-    return jax.tree.map(lambda x: x[::-1], tree)

@@ -1,4 +1,4 @@
-"""The result of a solve."""
+"""The result of a solve, and a guess made of one."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lp_jax._arrays._types import PyTree, State
+from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._types import CPoints, PyTree, State
 from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, RESULTS, SERIAL
+from lp_jax._programs import _inputs
 from lp_jax._solvers._solver import Stats
 
 
@@ -17,9 +19,8 @@ class SolveError(RuntimeError):
     Example:
         >>> import jax.numpy as jnp, lp_jax
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> solution = problem.solve(solver=lp_jax.Picard(sweeps=1, rtol=1e-6))
         >>> try:
-        ...     solution.raise_if_failed()
+        ...     problem.solve(solver=lp_jax.Picard(sweeps=1, rtol=1e-6)).raise_if_failed()
         ... except lp_jax.SolveError as error:
         ...     print(str(error).partition(" within")[0])
         the residual norm did not come down to the tolerance
@@ -54,16 +55,11 @@ class Solution(NamedTuple):
         return self.stats.result
 
     def __repr__(self) -> str:
-        def shapes(tree: PyTree) -> str:
-            return str(jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)).replace("'", "")
-
+        y1, trajectory, aux = map(_inputs.describe, (self.y1, self.trajectory, self.aux))
         stats, result = "traced", "traced"
         if not isinstance(self.result, jax.core.Tracer) and jnp.ndim(self.result) == 0:
             stats, result = repr(self.stats), f"{int(self.result)} ({self._reason(int(self.result)).partition('.')[0]})"
-        return (
-            f"Solution(y1={shapes(self.y1)}, stats={stats}, result={result}, trajectory={shapes(self.trajectory)}, "
-            f"aux={shapes(self.aux)})"
-        )
+        return f"Solution(y1={y1}, stats={stats}, result={result}, trajectory={trajectory}, aux={aux})"
 
     def raise_if_failed(self) -> "Solution":
         """Return the solution itself, or raise `SolveError` with the cause and the remedy. Not under jit.
@@ -93,3 +89,42 @@ class Solution(NamedTuple):
         if jax.tree.leaves(self.aux) and len(jax.tree.leaves(self.aux)[0]) > len(leaves[0]):
             where = f"interval {bad[0]} (counted from 0) of {len(leaves[0])} is the first with a layer whose output is not finite"
         return f"{where}: {RESULTS[code]}"
+
+
+def interpolate(y0: State, trajectory: CPoints, count: int) -> CPoints:
+    """States on another grid, by linear interpolation in time: a ``guess`` from a solve with more or fewer layers.
+
+    Args:
+        y0: the state that enters the first layer.
+        trajectory: the states after the first layer, the second one, ..., at equal distances in time, such as
+            `Solution.trajectory`, or the ``ys`` of a `scan`; leaves ``(K, ...)``.
+        count: number of states of the result, at times ``T / count, 2 T / count, ..., T``. A ``guess`` for N layers has N states
+            for `Picard` and `Newton`, and ``ceil(N / m)`` for `MGRIT` with coarsening factor m.
+
+    Raises:
+        ValueError: for a count below 1, and for a trajectory that is not a stack of states like ``y0``.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> solution = lp_jax.solve(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(8), jnp.ones(()))
+        >>> lp_jax.interpolate(jnp.ones(()), solution.trajectory, 64).shape
+        (64,)
+    """
+    _check.integer("count", count, least=1)
+    y0, trajectory = _inputs.state(y0), jax.tree.map(jnp.asarray, trajectory)
+    if not _inputs.alike(y0, _tree.entry_like(trajectory)):
+        shapes, points = (jax.tree.map(jnp.shape, tree) for tree in (y0, trajectory))
+        raise ValueError(f"trajectory must be states like y0, {shapes}, stacked along a first axis; got {points}.")
+    known = {x.shape[0] for x in jax.tree.leaves(trajectory)}
+    if len(known) != 1 or known == {0}:
+        raise ValueError(f"trajectory must have leaves of one length, at least 1; got lengths {sorted(known)}.")
+    (number,) = known
+    place = np.arange(1, count + 1) * number / count
+    below = np.minimum(place.astype(int), number - 1)
+
+    def leaf(start: jax.Array, x: jax.Array) -> jax.Array:
+        states = jnp.concatenate([start[None].astype(x.dtype), x])
+        weight = jnp.asarray((place - below).reshape(-1, *[1] * (x.ndim - 1)), x.dtype)
+        return (1 - weight) * states[below] + weight * states[below + 1]
+
+    return jax.tree.map(leaf, y0, trajectory)

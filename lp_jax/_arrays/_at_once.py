@@ -1,7 +1,6 @@
-"""Number of layers that are evaluated at once, and other choices between programs that compute the same numbers.
+"""Number of layers that are evaluated at once, and other choices between programs for the same numbers, by size.
 
-All of them go by size: the cost and the memory of a layer are read from its program when it is traced, and `Processor` has
-measured numbers. No other module depends on the device.
+No other module depends on the device.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from jax.extend import core
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._products import array_type, cost_of, elementwise, inside, most_alive, opaque, switches
+from lp_jax._arrays._products import array_type, cost_of, elementwise, most_alive, opaque, walk
 from lp_jax._arrays._types import PyTree
 
 
@@ -48,7 +47,8 @@ def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footp
     counted, few = not opaque(program), has_few(program, terms, least=2)
     numbers, kernels = elementwise(program)
     kernels = max(2, kernels)  # without products and reductions, too, some operations are not fused
-    branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches(program) else 1.0
+    switches = any(equation.primitive.name == "cond" for equation in walk(program.eqns))
+    branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches else 1.0
     one_row = has_few(program, 1) and not has_few(program, sys.maxsize, least=2)
     return Footprint(nbytes, most_alive(program), flops, counted, few, one_row, numbers, kernels, branches)
 
@@ -60,74 +60,52 @@ def _at_once_cost(program: core.Jaxpr) -> float:
         consts, operands = arguments[: len(program.constvars)], arguments[len(program.constvars) :]
         return jax.vmap(core.jaxpr_as_fun(core.ClosedJaxpr(program, consts)))(*operands)
 
-    def shape(v: core.Var, *more: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*more, *array_type(v).shape), array_type(v).dtype)
-
-    batched = jax.make_jaxpr(layers)(*map(shape, program.constvars), *(shape(v, 2) for v in program.invars)).jaxpr
+    kinds = [*(((), v) for v in program.constvars), *(((2,), v) for v in program.invars)]
+    shapes = [jax.ShapeDtypeStruct((*more, *array_type(v).shape), array_type(v).dtype) for more, v in kinds]
+    batched = jax.make_jaxpr(layers)(*shapes).jaxpr
     return (cost_of(batched).work + elementwise(batched)[0]) / 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Processor:
-    """Numbers of a device: its times, and the limits by which programs for the same numbers are chosen.
+    """Numbers of a device: its times in seconds, and the limits by which programs for the same numbers are chosen."""
 
-    Attributes:
-        flops: flops per second of products, in the precision that JAX uses by default for float32.
-        bandwidth: bytes per second of its memory.
-        cache_bytes: bytes of parameters that stay in a cache between two sweeps.
-        cache_bandwidth: bytes per second of this cache.
-        kernel: seconds to start a kernel in a loop over layers.
-        row_kernel: the same for products of one row.
-        backward: kernels of a layer's gradient, relative to those of its evaluation.
-        launch: seconds to start a kernel that evaluates several layers.
-        few_rows: further seconds of each kernel of a layer in a batch, where products have a few rows.
-        latency: seconds of a message to another worker.
-        max_bytes: bytes that all layers may hold to be evaluated at once; None for any.
-        chunk_bytes: bytes of the layers evaluated at once, where they are not all.
-        min_intensity: flops per byte of a layer's operands below which the layers are not split, as copying the operands
-            would cost more.
-        full_unroll: most turns of a loop over layers at once that is unrolled as a whole.
-        partial_unroll: turns of a longer loop that are unrolled; 1 for none.
-        unroll_bytes: most bytes of a layer for which serial propagation is unrolled; None for any. Layers with products of a
-            few rows are not: the sums of outer products would be unrolled too, and are then slower.
-        unroll_flops: least flops of a layer for which it is unrolled: a CPU's compiler makes one kernel of a smaller loop.
-        outer_terms: most terms for which the gradient of a weight is a sum of outer products: see `with_few_terms`.
-        chain_flops: flops in the time of one turn of a loop; None where a turn is never worth its time.
-        kernel_step: seconds of a step in a kernel that marches through a chain whose steps act on each number by itself; None
-            where there is none.
-    """
-
-    flops: float
-    bandwidth: float
-    cache_bytes: float = 0.0
-    cache_bandwidth: float = math.inf
-    kernel: float
-    row_kernel: float
-    backward: float
-    launch: float
-    few_rows: float = 0.0
-    latency: float
-    max_bytes: int | None
-    chunk_bytes: int
-    min_intensity: float
-    full_unroll: int
-    partial_unroll: int
+    flops: float  # a second, of products in the precision that JAX uses by default for float32
+    bandwidth: float  # bytes a second of its memory
+    cache_bytes: float = 0.0  # of parameters that stay in a cache between two sweeps
+    cache_bandwidth: float = math.inf  # bytes a second of this cache
+    kernel: float  # to start a kernel in a loop over layers
+    row_kernel: float  # the same for products of one row
+    backward: float  # kernels of a layer's gradient, relative to those of its evaluation
+    launch: float  # to start a kernel that evaluates several layers
+    few_rows: float = 0.0  # more for each kernel of a layer in a batch, where products have a few rows
+    latency: float  # of a message to another worker
+    max_bytes: int | None  # that all layers may hold to be evaluated at once; None for any
+    chunk_bytes: int  # of the layers evaluated at once, where they are not all
+    min_intensity: (
+        float  # flops per byte of operands below which layers are not split, as copying operands would cost more
+    )
+    full_unroll: int  # most turns of a loop over layers at once that is unrolled as a whole
+    partial_unroll: int  # turns of a longer loop that are unrolled; 1 for none
+    # Most bytes of a layer for which serial propagation is unrolled; None for any. Layers with products of a few rows are not:
+    # the sums of outer products would be unrolled too, and are then slower.
     unroll_bytes: int | None
-    unroll_flops: int
-    outer_terms: int
-    chain_flops: float | None
-    kernel_step: float | None = None
+    unroll_flops: (
+        int  # least flops of a layer for which it is unrolled: a CPU's compiler makes one kernel of a smaller loop
+    )
+    outer_terms: int  # most terms for which the gradient of a weight is a sum of outer products: see `with_few_terms`
+    chain_flops: float | None  # in the time of one turn of a loop; None where a turn is never worth its time
+    kernel_step: float | None = (
+        None  # a step in a kernel that marches through elementwise steps; None where there is none
+    )
 
     def at_once(self, layer: Footprint, steps: int) -> int:
         """Number of ``steps`` layers that are evaluated at once."""
         if not layer.counted:
             return 1
         each = max(1, layer.operands + 2 * layer.working)  # working memory is written and read
-        if (
-            self.max_bytes is None
-            or steps * each <= self.max_bytes
-            or layer.flops < self.min_intensity * layer.operands
-        ):
+        fits = self.max_bytes is None or steps * each <= self.max_bytes
+        if fits or layer.flops < self.min_intensity * layer.operands:
             return max(steps, 1)
         return max(1, min(steps, self.chunk_bytes // each))
 
@@ -174,13 +152,11 @@ class Processor:
         return isinstance(flops, int | float) and flops <= self.chain_flops  # a symbolic number is not known
 
     def loop_unroll(self, count: int, body: Callable[..., PyTree], *arguments: PyTree) -> int:
-        """Number of a loop's ``count`` turns to unroll.
-
-        All of a short loop, some of a longer one; fewer where turns are large and take long to compile.
-        """
+        """Number of a loop's ``count`` turns to unroll; fewer where turns are large and take long to compile."""
         if not self.launches:
             return 1
-        most = max(1, _MOST // _operations(jax.make_jaxpr(body)(*arguments).jaxpr))
+        operations = 1 + len(list(walk(jax.make_jaxpr(body)(*arguments).jaxpr.eqns)))
+        most = max(1, _MOST // operations)
         if count > self.full_unroll:
             return min(self.partial_unroll, most)
         return next(turns for turns in range(min(count, most), 0, -1) if count % turns == 0)
@@ -191,11 +167,6 @@ _PASSES = 10  # over the Jacobians, in an iteration of Newton's method
 OF_NEWTON = 100  # kernels of such an iteration
 OF_A_SUM = 6  # kernels of the sums of increments in a sweep
 _MOST = 2048  # operations of all turns that are unrolled
-
-
-def _operations(jaxpr: core.Jaxpr) -> int:
-    """Number of operations of a program, loops counted once."""
-    return 1 + sum(sum(map(_operations, inside(equation))) or 1 for equation in jaxpr.eqns)
 
 
 _SOME = 8
@@ -254,9 +225,8 @@ _KERNEL_STEPS = {"H200": 1.7e-7, "H100": 1.7e-7}  # measured on an H200
 def processor(platform: str, kind: str = "") -> Processor:
     """Return the numbers of a device by its platform, "cpu" or another, and ``jax.Device.device_kind``.
 
-    For a CPU they were measured on two cores with 32 MB of cache, jax 0.10.2 and 0.12 (docs/internals.md, "Layers at once on
-    a CPU" and "The default"); for an accelerator on an H200 (docs/gpu.md), on which sweeps over 256, 128 and 64 of 1,024 layers
-    at a time took 1.6, 2.0 and 2.7 times as long as over all of them. Other kinds have the flops and bytes of a data sheet.
+    They were measured on two cores with 32 MB of cache (docs/internals.md, "CPU facts") and on an H200 (docs/gpu.md). Other
+    kinds have the flops and bytes of a data sheet.
     """
     if platform == "cpu":
         return CPU
@@ -267,13 +237,19 @@ def processor(platform: str, kind: str = "") -> Processor:
     return dataclasses.replace(ACCELERATOR, flops=flops, bandwidth=bandwidth, kernel_step=_KERNEL_STEPS.get(name))
 
 
+def named(device: str) -> Processor:
+    """The numbers of "cpu", or of a kind with a data sheet; other names are refused."""
+    if device != "cpu" and not any(name.lower() in device.lower() for name in _SHEETS):
+        raise ValueError(
+            f'device must be "cpu" or a kind with one of {", ".join(_SHEETS)} in its name; got {device!r}.'
+        )
+    return processor(device, device)
+
+
 def in_chunks(
     f: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], carry: PyTree, xs: PyTree, size: int, *, reverse: bool = False
 ) -> tuple[PyTree, PyTree]:
-    """Run ``carry, ys = f(carry, xs)`` on ``size`` entries of ``xs`` at a time; a shorter rest comes last.
-
-    Leaves of ``xs`` and ``ys`` have the same leading axis; ``f`` gets and returns at most ``size`` of its entries.
-    """
+    """Run ``carry, ys = f(carry, xs)`` on ``size`` entries of ``xs`` at a time, which ``ys`` has, too; a rest comes last."""
     n = _tree.leading(xs)
     size = chunk(n, size)
     if size >= n:
@@ -288,12 +264,11 @@ def in_chunks(
     whole = n - n % size
     start = n - whole if reverse else 0
     middle = jax.tree.map(lambda x: x[start : start + whole], xs) if whole < n else xs
-    left = jax.tree.map(lambda x: x[: n - whole] if reverse else x[whole:], xs) if whole < n else None
     carry, ys = lax.scan(f, carry, _tree.split(middle, size), reverse=reverse)
     ys = _tree.merge(ys)
-    if left is None:
+    if whole == n:
         return carry, ys
-    carry, rest = f(carry, left)
+    carry, rest = f(carry, jax.tree.map(lambda x: x[: n - whole] if reverse else x[whole:], xs))
     return carry, jax.tree.map(lambda a, b: jnp.concatenate([b, a] if reverse else [a, b]), ys, rest)
 
 

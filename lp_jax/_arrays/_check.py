@@ -1,5 +1,6 @@
 """Refusals at trace time: the argument's name, what it got, what it wanted and what to do."""
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -8,9 +9,12 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import TypeVar, cast
 
-T = TypeVar("T", bound=Callable[..., object])
+import jax
 
-_SAME = (
+T = TypeVar("T", bound=Callable[..., object])
+C = TypeVar("C")
+
+_SAME = (  # synonyms, of this field and of other libraries
     {"sweeps", "iterations", "cycles", "iters", "max_iter", "maxiter", "max_iterations", "max_steps", "n_iterations"},
     {"rtol", "tol", "tolerance", "eps", "epsilon"},
     {"levels", "max_levels", "n_levels"},
@@ -24,7 +28,6 @@ _SAME = (
     {"comm", "mesh", "devices"},
     {"data", "inputs", "xs"},
 )
-"""Synonyms, of this field and of other libraries."""
 
 
 def integer(name: str, value: object, *, least: int) -> int:
@@ -116,3 +119,14 @@ def check_arguments(f: T) -> T:
 def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) < 80 else type(value).__name__
+
+
+def register(*data: str) -> Callable[[type[C]], type[C]]:
+    """Register a dataclass as a pytree: the fields ``data``, which may change without recompiling, are its leaves."""
+
+    def decorate(cls: type[C]) -> type[C]:
+        cls = check_arguments(cls)
+        fields = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        return jax.tree_util.register_dataclass(cls, list(data), [name for name in fields if name not in data])
+
+    return decorate

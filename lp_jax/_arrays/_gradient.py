@@ -24,25 +24,24 @@ def reverse_only(tree: PyTree, message: str) -> PyTree:
     return jax.tree.map(functools.partial(_marked.bind, message=message), tree)
 
 
-Tangents = Sequence[jax.Array | ad.Zero]
-
-
-def _identity(name: str, **rules: Callable[..., Any]) -> Primitive:
-    """Make the identity on an array, with some rules replaced."""
+def _identity(name: str, *, of_tangents: Primitive | None = None, **rules: Callable[..., Any]) -> Primitive:
+    """Make the identity on an array, with another primitive for tangents, and some rules replaced."""
     primitive = Primitive(name)
 
-    def jvp(primals: Sequence[jax.Array], tangents: Tangents, **params: str) -> tuple[jax.Array, jax.Array | ad.Zero]:
+    def jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: str) -> tuple[jax.Array, Any]:
         (x,), (t,) = primals, tangents
-        return primitive.bind(x, **params), t if isinstance(t, ad.Zero) else primitive.bind(t, **params)
+        out = primitive.bind(x, **params) if of_tangents is None else x  # differentiated once, it is unmarked
+        return out, t if isinstance(t, ad.Zero) else (of_tangents or primitive).bind(t, **params)
 
-    primitive.def_impl(rules.get("impl", lambda x, message: x))
+    def batch(operands: Sequence[jax.Array], axes: Sequence[int], **params: str) -> tuple[jax.Array, int]:
+        return primitive.bind(*operands, **params), axes[0]
+
+    primitive.def_impl(rules.get("evaluate", lambda x, message: x))
     primitive.def_abstract_eval(lambda x, message: x)
-    ad.primitive_jvps[primitive] = rules.get("jvp", jvp)
+    ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = rules.get("transpose", lambda cotangent, x, message: [cotangent])
-    batching.primitive_batchers[primitive] = rules.get(
-        "batch", lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
-    )
-    mlir.register_lowering(primitive, rules.get("lower", lambda context, x, message: [x]))
+    batching.primitive_batchers[primitive] = rules.get("evaluate", batch)
+    mlir.register_lowering(primitive, rules.get("evaluate", lambda context, x, message: [x]))
     return primitive
 
 
@@ -56,11 +55,5 @@ def _refuse_tangent(*operands: object, message: str) -> NoReturn:
     raise TypeError(message)
 
 
-def _mark(primals: Sequence[jax.Array], tangents: Tangents, message: str) -> tuple[jax.Array, jax.Array | ad.Zero]:
-    (x,), (t,) = primals, tangents
-    return x, t if isinstance(t, ad.Zero) else _tangent.bind(t, message=message)
-
-
 _untransposed = _identity("without_gradient", transpose=_refuse_transpose)
-_tangent = _identity("reverse_only_tangent", impl=_refuse_tangent, lower=_refuse_tangent, batch=_refuse_tangent)
-_marked = _identity("reverse_only", jvp=_mark)
+_marked = _identity("reverse_only", of_tangents=_identity("reverse_only_tangent", evaluate=_refuse_tangent))

@@ -1,114 +1,42 @@
-"""Cost of a program in matrix products: their number, and the length of their longest chain.
+"""Programs (jaxprs): walked, evaluated in another way, and their cost in matrix products, as if loops were unrolled."""
 
-Both are read from the jaxpr, as if loops were unrolled. They do not depend on the machine.
-"""
-
-import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import jax
-from jax.extend import core
+from jax.extend import core, source_info_util
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from lp_jax._arrays._types import PyTree
-
-if TYPE_CHECKING:
-    from jax.core import ShapedArray
+from lp_jax._arrays import _tree
 
 
-def array_type(v: core.Var | core.Literal) -> "ShapedArray":
-    """The type of an array in a program."""
-    return cast("ShapedArray", v.aval)
+def array_type(v: core.Var | core.Literal) -> Any:
+    """The type of an array in a program; a type checker knows ``aval`` as that of any value."""
+    return v.aval
 
 
 class Cost(NamedTuple):
-    """Cost of a computation.
+    """Cost of a computation."""
 
-    Attributes:
-        work: number of products; every one of a batch counts.
-        depth: length of the longest chain of products in which each needs the one before; a batch counts once.
-    """
-
-    work: float
-    depth: float
-
-
-def cost(f: Callable[..., PyTree], *arguments: PyTree, unit: float = 1.0) -> Cost:
-    """Return the cost of ``f(*arguments)`` in products of ``unit`` flops. Unused results do not count."""
-    return cost_of(jax.make_jaxpr(f)(*arguments).jaxpr, unit=unit)
+    work: float  # number of products; every one of a batch counts
+    depth: float  # length of the longest chain of products in which each needs the one before; a batch counts once
 
 
 def cost_of(jaxpr: core.Jaxpr, *, unit: float = 1.0, terms: int | None = None) -> Cost:
-    """Return the cost of a program.
-
-    Args:
-        jaxpr: the program.
-        unit: flops of a product.
-        terms: count only products whose entries are sums of this number of terms; None counts all.
-    """
-    live = (True,) * len(jaxpr.outvars)
-    depths = _depths(jaxpr, (0.0,) * len(jaxpr.invars), live, terms)
-    total = Cost(_work(jaxpr, live, terms) / unit, max(depths, default=0.0))
-    _live.cache_clear()
-    _work.cache_clear()
-    return total
+    """Return the cost of a program in products of ``unit`` flops; only of those whose entries sum ``terms`` terms, None: all."""
+    program, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    depths = _depths(program, (0.0,) * len(program.invars), terms)
+    return Cost(_work(program, terms) / unit, max(depths, default=0.0))
 
 
-Flags = tuple[bool, ...]
-
-
-def used_inputs(jaxpr: core.Jaxpr, outputs: Flags) -> Flags:
-    """Flag the inputs of a program that the flagged outputs depend on."""
-    return _live(jaxpr, outputs)[0]
-
-
-def used_equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
-    """The equations of a program that its results depend on."""
-    flags = _live(jaxpr, (True,) * len(jaxpr.outvars))[1]
-    _live.cache_clear()
-    return [equation for equation, used in zip(jaxpr.eqns, flags, strict=True) if any(used)]
-
-
-@functools.cache
-def _live(jaxpr: core.Jaxpr, out: Flags) -> tuple[Flags, tuple[Flags, ...]]:
-    """Flag the inputs, and the outputs of each equation, that the flagged outputs depend on."""
-    wanted = {v for v, flag in zip(jaxpr.outvars, out, strict=True) if flag and not isinstance(v, core.Literal)}
-    outs: list[Flags] = []
-    for equation in reversed(jaxpr.eqns):
-        flags = tuple(v in wanted for v in equation.outvars)
-        if any(flags):
-            used = _inputs(equation, flags)
-            operands = zip(equation.invars, used, strict=True)
-            wanted |= {v for v, flag in operands if flag and not isinstance(v, core.Literal)}
-        outs.append(flags)
-    return tuple(v in wanted for v in jaxpr.invars), tuple(reversed(outs))
-
-
-def _inputs(equation: core.JaxprEqn, out: Flags) -> Flags:
-    """Flag the inputs of an equation that its flagged outputs depend on."""
-    inner, name = inside(equation), equation.primitive.name
-    if name == "scan":
-        return _live(inner[0], _scan_outputs(equation, out))[0]
-    if name == "cond":
-        branches = [_live(branch, out)[0] for branch in inner]
-        return (True, *(any(flags) for flags in zip(*branches, strict=True)))
-    if (program := _callee(equation)) is not None:
-        return _live(program, out)[0]
-    return (True,) * len(equation.invars)
-
-
-def _scan_outputs(equation: core.JaxprEqn, out: Flags) -> Flags:
-    """Flag the outputs of a scan's body that are needed, by the flagged outputs or by a later turn."""
-    consts, carries = scan_parts(equation)
-    (body,) = inside(equation)
-    while True:
-        used = _live(body, out)[0][consts : consts + carries]
-        more = (*(a or b for a, b in zip(out[:carries], used, strict=True)), *out[carries:])
-        if more == out:
-            return out
-        out = more
+def walk(equations: Sequence[core.JaxprEqn], into: Sequence[str] | None = None) -> Iterator[core.JaxprEqn]:
+    """These equations, and all in the programs within them; with ``into``, within operations of these names only."""
+    for equation in equations:
+        yield equation
+        if into is None or equation.primitive.name in into:
+            for program in inside(equation):
+                yield from walk(program.eqns, into)
 
 
 def scan_parts(equation: core.JaxprEqn) -> tuple[int, int]:
@@ -142,24 +70,19 @@ def _callee(equation: core.JaxprEqn) -> core.Jaxpr | None:
     return next((p for p in inside(equation) if (len(p.invars), len(p.outvars)) == arity), None)
 
 
-@functools.cache
-def _work(jaxpr: core.Jaxpr, out: Flags, terms: int | None) -> float:
+def _work(jaxpr: core.Jaxpr, terms: int | None) -> float:
     """Flops of the products."""
     total = 0.0
-    for equation, flags in zip(jaxpr.eqns, _live(jaxpr, out)[1], strict=True):
-        if not any(flags):
-            continue
-        inner, name = inside(equation), equation.primitive.name
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
         if is_product(equation):
             total += _flops(equation, terms)
-        elif name == "scan":
-            total += equation.params["length"] * _work(inner[0], _scan_outputs(equation, flags), terms)
         elif name == "cond":
-            total += max(_work(branch, flags, terms) for branch in inner)
+            total += max(_work(branch, terms) for branch in inside(equation))
         elif name == "while":
             raise ValueError("A loop whose length is data has no cost before it runs; leave tolerances out.")
         elif (program := _callee(equation)) is not None:
-            total += _work(program, flags, terms)
+            total += (equation.params["length"] if name == "scan" else 1) * _work(program, terms)
     return total
 
 
@@ -169,62 +92,50 @@ def is_product(equation: core.JaxprEqn) -> bool:
 
 
 def _flops(equation: core.JaxprEqn, terms: int | None) -> float:
-    """Flops of a product; 0 for other equations, and for a product that does not count."""
-    if not is_product(equation):
-        return 0.0
+    """Flops of a product; 0 if it does not count."""
     shape = array_type(equation.invars[0]).shape
     (contracted, _), _ = equation.params["dimension_numbers"]
     summed = math.prod(shape[i] for i in contracted)
     return 0.0 if terms not in (None, summed) else 2.0 * math.prod(array_type(equation.outvars[0]).shape) * summed
 
 
-def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], out: Flags, terms: int | None) -> tuple[float, ...]:
+def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], terms: int | None) -> tuple[float, ...]:
     """Depth of each output, given the depths of the inputs."""
     depth: dict[core.Var, float] = dict(zip(jaxpr.invars, entering, strict=True))
 
     def of(v: core.Var | core.Literal) -> float:
         return 0.0 if isinstance(v, core.Literal) else depth.get(v, 0.0)
 
-    for equation, flags in zip(jaxpr.eqns, _live(jaxpr, out)[1], strict=True):
-        if not any(flags):
-            continue
-        operands, inner, name = tuple(map(of, equation.invars)), inside(equation), equation.primitive.name
-        if is_product(equation):
-            reached = (max(operands, default=0.0) + (_flops(equation, terms) > 0),) * len(equation.outvars)
-        elif name == "scan":
-            reached = _scan_depths(equation, inner[0], operands, flags, terms)
+    for equation in jaxpr.eqns:
+        operands, name = tuple(map(of, equation.invars)), equation.primitive.name
+        program = _callee(equation)
+        if name == "scan":
+            reached = _scan_depths(equation, operands, terms)
         elif name == "cond":
-            branches = [_depths(branch, operands[1:], flags, terms) for branch in inner]
+            branches = [_depths(branch, operands[1:], terms) for branch in inside(equation)]
             reached = tuple(max(operands[0], *ends) for ends in zip(*branches, strict=True))
-        elif (program := _callee(equation)) is not None:
-            reached = _depths(program, operands, flags, terms)
+        elif program is not None and not is_product(equation):
+            reached = _depths(program, operands, terms)
         else:
-            reached = (max(operands, default=0.0) + (_flops(equation, terms) > 0),) * len(equation.outvars)
+            counts = is_product(equation) and _flops(equation, terms) > 0
+            reached = (max(operands, default=0.0) + counts,) * len(equation.outvars)
         depth.update(zip(equation.outvars, reached, strict=True))
     return tuple(map(of, jaxpr.outvars))
 
 
-def _scan_depths(
-    equation: core.JaxprEqn, body: core.Jaxpr, entering: tuple[float, ...], out: Flags, terms: int | None
-) -> tuple[float, ...]:
-    (consts, carries), length = scan_parts(equation), equation.params["length"]
-    out = _scan_outputs(equation, out)
+def _scan_depths(equation: core.JaxprEqn, entering: tuple[float, ...], terms: int | None) -> tuple[float, ...]:
+    (consts, carries), length, (body,) = scan_parts(equation), equation.params["length"], inside(equation)
     fixed, state, xs = entering[:consts], entering[consts : consts + carries], entering[consts + carries :]
     history: list[tuple[float, ...]] = []
     for turn in range(length):
-        reached = _depths(body, (*fixed, *state, *xs), out, terms)
+        reached = _depths(body, (*fixed, *state, *xs), terms)
         state = reached[:carries]
         history.append(reached)
         if len(history) >= 4:  # regular from here on, if three differences agree
             steps = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(history[-4:])]
             if steps[0] == steps[1] == steps[2]:
                 return tuple(r + (length - 1 - turn) * s for r, s in zip(reached, steps[0], strict=True))
-    return history[-1] if history else (*state, *(0.0,) * (len(out) - carries))
-
-
-def switches(jaxpr: core.Jaxpr) -> bool:
-    """Whether a program chooses between branches. A batch evaluates all of them."""
-    return any(e.primitive.name == "cond" or any(map(switches, inside(e))) for e in jaxpr.eqns)
+    return history[-1] if history else (*state, *(0.0,) * (len(equation.outvars) - carries))
 
 
 _OPAQUE = ("callback", "ffi_call", "custom_call", "custom_partitioning", "pallas_call")
@@ -232,26 +143,17 @@ _OPAQUE = ("callback", "ffi_call", "custom_call", "custom_partitioning", "pallas
 
 def opaque(jaxpr: core.Jaxpr) -> bool:
     """Whether a program calls code of unknown cost, printing aside."""
-    return any(
-        (any(name in equation.primitive.name for name in _OPAQUE) and equation.primitive.name != "debug_callback")
-        or any(map(opaque, inside(equation)))
-        for equation in jaxpr.eqns
-    )
+    names = {equation.primitive.name for equation in walk(jaxpr.eqns)} - {"debug_callback"}
+    return any(part in name for name in names for part in _OPAQUE)
 
 
 def elementwise(jaxpr: core.Jaxpr) -> tuple[float, int]:
-    """Numbers that operations other than products compute, and the number of kernels: products and reductions, and one more.
-
-    A convolution counts each of its products as a number. Loops count once for each turn.
-    """
+    """Numbers of other operations than products, a convolution's products included; and of kernels, with one more."""
     numbers, kernels = 0.0, 1
     for equation in jaxpr.eqns:
-        name, turns = (
-            equation.primitive.name,
-            equation.params.get("length", 1) if equation.primitive.name == "scan" else 1,
-        )
-        programs = inside(equation)
-        within = [elementwise(program) for program in programs[:1] if not name.startswith("reduce")]
+        name = equation.primitive.name
+        turns = equation.params["length"] if name == "scan" else 1
+        within = [elementwise(program) for program in inside(equation)[:1] if not name.startswith("reduce")]
         if is_product(equation):
             kernels += 2
         elif within and name not in ("scatter-add", "scatter_add"):
@@ -287,3 +189,34 @@ def most_alive(jaxpr: core.Jaxpr) -> int:
 def _nbytes(v: core.Var) -> int:
     size = math.prod(getattr(v.aval, "shape", ()))
     return size * getattr(getattr(v.aval, "dtype", None), "itemsize", 0)
+
+
+Operation = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]  # its results, from its operands
+CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"}
+
+
+def evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], operation: Operation) -> list[Any]:
+    """Evaluate a program, with each operation's scopes and place in the source."""
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, core.Literal) else env[v]
+
+    for eqn in jaxpr.eqns:
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+            env.update(zip(eqn.outvars, operation(eqn, [read(v) for v in eqn.invars]), strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def bind(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+    """The operation as it was."""
+    if eqn.primitive.name == "pvary" and _tree.varying_axes(ins[0]) >= set(eqn.params["axes"]):
+        return ins  # within a solve all states vary between the devices of a shard_map
+    p, kinds = eqn.params, [_tree.varying_axes(v.aval) for v in eqn.invars]
+    if len(set(kinds)) == 1:  # as lax.add and the like make their operands
+        ins = list(_tree.varying(tuple(ins), tuple(ins)))
+    if "jaxpr" in p and any(_tree.varying_axes(x) != kind for x, kind in zip(ins, kinds, strict=True)):
+        return evaluate(p["jaxpr"].jaxpr, p["jaxpr"].consts, ins, bind)
+    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(p))
+    return out if eqn.primitive.multiple_results else [out]

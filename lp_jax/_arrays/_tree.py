@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from lp_jax._arrays._types import PyTree, Scalar
 
@@ -78,11 +78,10 @@ def entry_like(tree: PyTree) -> PyTree:
     def leaf(x: jax.Array) -> jax.ShapeDtypeStruct:
         if varying_axes(x):
             return jax.eval_shape(lambda x: x[0], x)
-        if explicit(x):
-            place = jax.typeof(x).sharding
+        place, rest = jax.typeof(x).sharding if explicit(x) else None, None
+        if place is not None:
             rest = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
-            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rest)
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rest)
 
     return jax.tree.map(leaf, tree)
 
@@ -166,65 +165,48 @@ def prefix_sums(tree: PyTree, start: PyTree, *, reverse: bool, factor: Scalar | 
 
     With a ``factor`` the sum so far is multiplied by it before an entry is added: ``v[n+1] = factor v[n] + x[n]``.
     """
+    if reverse and factor is not None:  # its padding has to come last
+        before, last = prefix_sums(flip(tree), start, reverse=False, factor=factor)
+        return flip(before), last
     leaves, structure = jax.tree.flatten(wide(tree))
     starts = jax.tree.leaves(wide(start))
-    if factor is None:
-        sums = [_sums(y, x, reverse) for y, x in zip(starts, leaves, strict=True)]
-    else:
-        sums = [_decaying(y, x, factor.astype(x.dtype), reverse) for y, x in zip(starts, leaves, strict=True)]
+    sums = [
+        _sums(y, x, reverse, None if factor is None else factor.astype(x.dtype))
+        for y, x in zip(starts, leaves, strict=True)
+    ]
     before, last = (jax.tree.unflatten(structure, part) for part in zip(*sums, strict=True))
     return narrow(before, tree), last
 
 
-def _sums(start: jax.Array, x: jax.Array, reverse: bool) -> tuple[jax.Array, jax.Array]:
+def _sums(start: jax.Array, x: jax.Array, reverse: bool, factor: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """`prefix_sums` of an array: within groups of a few entries, and recursively between groups.
 
-    Memory is passed over three times. A product with a triangle of ones would take as long, and spread an infinite entry
-    to all of its block. Each level is computed before the next one reads it: a GPU's compiler would sum the groups anew
-    for every entry above them, which takes a quarter longer (docs/benchmarks.md).
+    Each level is computed before the next one reads it: a GPU's compiler would sum the groups anew for every entry above
+    them, which takes a quarter longer (docs/benchmarks.md).
     """
+
+    def then(total: jax.Array, entry: jax.Array, by: jax.Array | None = factor) -> jax.Array:
+        return (total if by is None else by * total) + entry
+
     n, rest = x.shape[0], x.shape[1:]
     if n == 0:
         return x, start
     if n <= _GROUP:
-        sums = list(itertools.accumulate([start, *(x[::-1] if reverse else x)]))
+        sums = list(itertools.accumulate([start, *(x[::-1] if reverse else x)], then))
         return jnp.stack(sums[-2::-1] if reverse else sums[:-1]), sums[-1]
     size = next((size for size in range(_GROUP, 1, -1) if n % size == 0), None)
     if size is None:
-        before, last = _sums(start, pad_zeros(x, -n % _GROUP), reverse)
-        return before[:n], last
+        before, last = _sums(start, pad_zeros(x, -n % _GROUP), reverse, factor)
+        return before[:n], last if factor is None else then(before[n - 1], x[n - 1])
     groups = x.reshape(n // size, size, *rest)
-    within = list(itertools.accumulate(groups[:, i] for i in (range(size)[::-1] if reverse else range(size))))
-    before, last = _sums(start, lax.optimization_barrier(within[-1]), reverse)
-    entries = [before, *(before + sums for sums in within[:-1])]
+    within = list(itertools.accumulate((groups[:, i] for i in (range(size)[::-1] if reverse else range(size))), then))
+    power = None if factor is None else factor**size
+    before, last = _sums(start, lax.optimization_barrier(within[-1]), reverse, power)
+    entries = [
+        before,
+        *(then(before, sums, None if factor is None else factor**i) for i, sums in enumerate(within[:-1], 1)),
+    ]
     return jnp.stack(entries[::-1] if reverse else entries, axis=1).reshape(n, *rest), last
-
-
-def _decaying(start: jax.Array, x: jax.Array, factor: jax.Array, reverse: bool) -> tuple[jax.Array, jax.Array]:
-    """`_sums` with a factor; an incomplete group comes last."""
-
-    def then(total: jax.Array, entry: jax.Array) -> jax.Array:
-        return factor * total + entry
-
-    if reverse:
-        before, last = _decaying(start, x[::-1], factor, False)
-        return before[::-1], last
-    n, rest = x.shape[0], x.shape[1:]
-    if n == 0:
-        return x, start
-    if n < 2 * _GROUP:
-        *sums, last = itertools.accumulate([start, *x], then)
-        return jnp.stack(sums), last
-    whole = n - n % _GROUP
-    groups = x[:whole].reshape(whole // _GROUP, _GROUP, *rest)
-    within = list(itertools.accumulate((groups[:, i] for i in range(_GROUP)), then))
-    before, last = _decaying(start, lax.optimization_barrier(within[-1]), factor**_GROUP, False)
-    entries = [before, *(factor**i * before + sums for i, sums in enumerate(within[:-1], 1))]
-    entering = jnp.stack(entries, axis=1).reshape(whole, *rest)
-    if whole == n:
-        return entering, last
-    left, last = _decaying(last, x[whole:], factor, False)
-    return jnp.concatenate([entering, left]), last
 
 
 _GROUP = 8
@@ -233,6 +215,11 @@ _GROUP = 8
 def wide(tree: PyTree) -> PyTree:
     """The leaves in at least single precision, for sums over many layers."""
     return jax.tree.map(lambda x: x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32), tree)
+
+
+def flip(tree: PyTree) -> PyTree:
+    """The leading axis from its end."""
+    return jax.tree.map(lambda x: x[::-1], tree)
 
 
 def narrow(tree: PyTree, like: PyTree) -> PyTree:
@@ -318,10 +305,15 @@ def merge(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
 
 
+def inexact(x: ArrayLike) -> bool:
+    """Whether an array is floating point or complex, so that it has a gradient."""
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
 def partition(tree: PyTree, mask: Sequence[bool] | None = None) -> tuple[list[jax.Array], Callable[..., PyTree]]:
     """The leaves to differentiate (by default the inexact ones), and a function that puts new ones into the tree."""
     leaves, structure = jax.tree.flatten(tree)
-    mask = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves] if mask is None else mask
+    mask = list(map(inexact, leaves)) if mask is None else mask
 
     def combine(new: Sequence[object], *, fill: object = ...) -> PyTree:
         values = iter(new)

@@ -1,8 +1,4 @@
-"""The argument of a step, and the names of the trees that the solver works on, with their shapes.
-
-A state is any pytree of inexact arrays. The names below describe the leading axis of the leaves. To a type
-checker they are trees of such arrays; at run time they are `Any`.
-"""
+"""The argument of a step, and the names of the trees that the solver works on, by the leading axis of their leaves."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -61,10 +57,7 @@ class Layer(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """The stacked part of `Layer`; every leaf has the layers as its leading axis.
-
-    Padding has ``index`` >= N and ``dt`` = 0.
-    """
+    """The stacked part of `Layer`: leaves ``(layers, ...)``. Padding has ``index`` >= N and ``dt`` = 0."""
 
     params: Stacked
     data: Stacked
@@ -73,8 +66,7 @@ class Slices(NamedTuple):
     index: jax.Array  # type: ignore[assignment]
 
 
-Shared = tuple[PyTree, tuple[jax.Array, ...]]
-"""Operands of every layer: the caller's ``shared``, and the traced values that the step closes over."""
+Shared = tuple[PyTree, tuple[jax.Array, ...]]  # the caller's ``shared``, and traced values that the step closes over
 
 
 class Arrays(NamedTuple):
@@ -90,20 +82,11 @@ class Arrays(NamedTuple):
     watch: jax.Array | None = None  # its gradient counts how solves ended; None where no count is wanted
 
 
-Times = ArrayLike | Sequence[float]
-"""A time, or increasing times."""
-
-Step = Callable[[State, Layer], State]
-"""The user's step: ``step(y, layer) -> y_next``."""
-
-Which = int | Step
-"""A step of a problem: the user's step on a level, by its number, or another of the user's steps."""
-
-SliceStep = Callable[[State, PyTree, PyTree], State]
-"""A step of a level: ``step(u, x, shared) -> u_next``, with ``x`` one slice of a level's stacked operands."""
-
-Advance = Callable[[State, PyTree, PyTree], tuple[State, PyTree]]
-"""A step that also emits something: ``advance(u, x, shared) -> (u_next, emitted)``."""
-
-Transfer = tuple[Callable[[State], State], Callable[[State], State]]
-"""(restrict, prolong) of the state between two levels."""
+Times = ArrayLike | Sequence[float]  # a time, or increasing times
+Step = Callable[[State, Layer], State]  # the user's: ``step(y, layer) -> y_next``
+Which = int | Step  # a step of a problem: the user's step on a level, by its number, or another of the user's steps
+SliceStep = Callable[
+    [State, PyTree, PyTree], State
+]  # ``step(u, x, shared) -> u_next``, ``x`` a slice of a level's operands
+Advance = Callable[[State, PyTree, PyTree], tuple[State, PyTree]]  # ``advance(u, x, shared) -> (u_next, emitted)``
+Transfer = tuple[Callable[[State], State], Callable[[State], State]]  # (restrict, prolong) between two levels

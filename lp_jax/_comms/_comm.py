@@ -1,8 +1,7 @@
 """Where the layers live. States cross from one worker to another here only.
 
-The layers are spread over a row of workers in contiguous runs. The user passes a `Comm`, which decides the layers of each
-worker. `Workers` is the same row as one worker sees it inside a solve: a solver has the intervals of its own worker, and
-asks for states beyond them. An engine implements the abstract methods of both; all else is written once, on top of them.
+The layers are spread over a row of workers in contiguous runs. A `Comm` decides the layers of each worker. `Workers` is the
+row as one worker sees it inside a solve: a solver has its own intervals, and asks for states beyond them.
 """
 
 import abc
@@ -26,10 +25,9 @@ class Unit(Protocol):
 
 
 class Comm(abc.ABC):
-    """Where the layers of a network live, for ``solve(comm=...)``.
+    """Where the layers of a network live, for ``solve(comm=...)``. Subclasses are frozen and hashable.
 
-    Subclasses are frozen and hashable. `place` decides which layers each worker holds. The other methods are for engines
-    whose workers do not share their arrays; by default they return their arguments.
+    All methods but `place` are for engines whose workers do not share their arrays; by default they return their arguments.
     """
 
     @property
@@ -48,14 +46,11 @@ class Comm(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
-        """Decide which layers each worker holds.
+    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+        """Decide which layers each worker holds, of the number of ``layers`` that the caller of `solve` passed.
 
-        Args:
-            layers: number of layers that the caller of `solve` passed.
-            solvers: the forward and the adjoint solver; their ``unit`` of layers must stay on one worker.
-            stacked: ``params`` and ``data``, leaves ``(layers, ...)``.
-            common: ``y0`` and ``shared``.
+        Of the forward and the adjoint solver, a ``unit`` of layers must stay on one worker. ``stacked`` are ``params`` and
+        ``data``, leaves ``(layers, ...)``; ``common`` are ``y0`` and ``shared``.
         """
 
     def adopt(self, tree: PyTree) -> PyTree:
@@ -63,10 +58,7 @@ class Comm(abc.ABC):
         return tree
 
     def check_closed_over(self, values: Sequence[object]) -> None:
-        """Refuse values that the step closes over and whose types have a sharding on the mesh of the context.
-
-        Within a solve over several workers, axes are automatic.
-        """
+        """Refuse values that the step closes over and whose types have a sharding: within a solve, axes are automatic."""
         for value in values if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types else ():
             if isinstance(value, jax.Array) and not jax.typeof(value).sharding.mesh.empty:
                 raise ValueError(
@@ -75,7 +67,7 @@ class Comm(abc.ABC):
                 )
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
-        """Return ``make(keys)``, stacked over the layers, made where it is used; not spread if ``solvers`` is None."""
+        """Return ``make(keys)``, stacked over the layers, where it is used; not spread if ``solvers`` is None."""
         return make(keys)
 
     def share(self, stacked: Stacked, solvers: Sequence[Unit]) -> Stacked:
@@ -119,7 +111,7 @@ class OneDevice(Comm):
     def size(self) -> int:
         return 1
 
-    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> "Workers":
+    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
         return Local(layers=layers, held=(layers,))
 
     def check_closed_over(self, values: Sequence[object]) -> None:

@@ -22,9 +22,8 @@ from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Run, Workers
 class MeshComm(Comm):
     """Spread the layers over one axis of a device mesh.
 
-    Every device of the axis holds a contiguous run of layers: their parameters, gradients and states. Neighbours
-    exchange one state per relaxation. The other axes of the mesh stay with the compiler: shard the batch
-    or an image's height over them as usual, and JAX adds what they need.
+    Every device of the axis holds a contiguous run of layers: their parameters, gradients and states. Neighbours exchange one
+    state per relaxation. The other axes of the mesh stay with the compiler: shard the batch over them as usual.
 
     Explicit axes, which `jax.make_mesh` gives by default, are automatic within a solve. The types of its
     outputs have a sharding again: ``y1``, and aux of the state's shape, that of ``y0``; other aux is on every device.
@@ -35,9 +34,6 @@ class MeshComm(Comm):
         sequential: how a level is solved step after step: "relay", one device after the other, while the parameters stay
             where they are; "gather", on every device at once, from a copy of the level's parameters; or "auto", whichever
             needs less time by the bytes and the number of messages.
-
-    Raises:
-        ValueError: for a mesh without the axis.
 
     Example:
         >>> import jax, jax.numpy as jnp, lp_jax
@@ -82,19 +78,17 @@ class MeshComm(Comm):
     def adapt(
         self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]
     ) -> Callable[[PyTree], PyTree]:
-        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        explicit = tuple(name for name, kind in kinds.items() if kind == AxisType.Explicit)
+        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
         meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))]
         if not explicit or all(AxisType.Explicit not in mesh.axis_types for mesh in meshes):
             return program
-        nowhere = NamedSharding(self.mesh, PartitionSpec())
-
-        def everywhere(x: jax.Array) -> jax.Array:
-            return _reshard(x, nowhere) if jax.typeof(x).sharding.mesh.empty else x
-
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
         leaves, structure = jax.tree.flatten(jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs()))
         automatic = _with_automatic_axes(program, explicit, tuple(leaves), structure)
-        return lambda arrays: automatic(jax.tree.map(everywhere, arrays))
+        return lambda arrays: automatic(
+            jax.tree.map(lambda x: _reshard(x, everywhere) if jax.typeof(x).sharding.mesh.empty else x, arrays)
+        )
 
     def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
         """Runs of whole intervals, equally long; the last ones may hold slots beyond the last layer."""
@@ -116,12 +110,9 @@ class MeshComm(Comm):
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
         # an array can be split into equal parts only
         spread = PartitionSpec(self.axis) if len(keys) % self.size == 0 else PartitionSpec()
-        words, impl = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)  # NumPy: of this process
-
-        def build(words: jax.Array) -> PyTree:
-            return make(jax.random.wrap_key_data(words, impl=impl))
-
-        return jax.jit(build, out_shardings=NamedSharding(self.automatic, spread))(words)
+        place, impl = NamedSharding(self.automatic, spread), jax.random.key_impl(keys)
+        build = jax.jit(lambda words: make(jax.random.wrap_key_data(words, impl=impl)), out_shardings=place)
+        return build(np.asarray(jax.random.key_data(keys)))  # NumPy: of this process
 
     def spread(self, stacked: Stacked) -> Stacked:
         def leaf(x: jax.Array) -> jax.Array:
@@ -160,14 +151,11 @@ class MeshComm(Comm):
             for path, leaf in jax.tree.leaves_with_path(tree):
                 traced = isinstance(leaf, jax.core.Tracer)
                 sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
-                if not isinstance(sharding, NamedSharding):
-                    continue
-                spec = tuple(sharding.spec)[first:]
-                names = {n for entry in spec for n in (entry if isinstance(entry, tuple) else (entry,))}
-                if self.axis in names:
+                spec = getattr(sharding, "spec", ())
+                if self.axis in jax.tree.leaves(tuple(spec)[first:]):
                     where = f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
                     raise ValueError(
-                        f"an array of {name} ({where}) is sharded over the axis {self.axis!r}, {sharding.spec}, "
+                        f"an array of {name} ({where}) is sharded over the axis {self.axis!r}, {spec}, "
                         "which the layers are spread over. Give it another axis of the mesh, or none."
                     )
 
@@ -227,13 +215,7 @@ def _with_automatic_axes(
 
 @dataclasses.dataclass(frozen=True)
 class OnMesh(Workers):
-    """The devices along one axis of a mesh, inside a ``shard_map`` over it; each holds the same number of slots.
-
-    Inside the ``shard_map`` every value counts as different from device to device (``check_vma=False``): a step may then
-    have loops of its own that start from constants, and no sum over devices is slipped into its derivative. A
-    gradient does not differentiate through the ``shard_map``, as forward and adjoint solve open one each. Second
-    derivatives do; the tests compare them with those of one device.
-    """
+    """The devices along one axis of a mesh, inside a ``shard_map`` over it; each holds the same number of slots."""
 
     mesh: Mesh | AbstractMesh
     axis: str
@@ -247,12 +229,9 @@ class OnMesh(Workers):
         return (self.held[0],) * 2 if self.opened else (self.layers, sum(self.held))
 
     def map(self, body: Body) -> Body:
-        if self.opened:
-            return body
         specs = PartitionSpec(self.axis), PartitionSpec()
-        return jax.shard_map(
-            body, mesh=self.mesh, in_specs=specs, out_specs=specs, axis_names={self.axis}, check_vma=False
-        )
+        spread = functools.partial(jax.shard_map, mesh=self.mesh, axis_names={self.axis}, check_vma=False)
+        return body if self.opened else spread(body, in_specs=specs, out_specs=specs)
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
         pairs = [(i, i + by) for i in range(self.active) if 0 <= i + by < self.active]
@@ -286,8 +265,7 @@ class OnMesh(Workers):
         # the compiler may exchange something in a step (halos), for which devices of a CPU all wait.
         everyone = self.processor.launches or self.mesh.size > self.size
 
-        def send(edge: State) -> State:
-            return self.shift(edge, by)
+        send = functools.partial(self.shift, by=by)
 
         def body(carry: tuple[State, PyTree], number: jax.Array) -> tuple[tuple[State, PyTree], None]:
             (entry, out), mine = carry, self.index() == first + by * number

@@ -28,23 +28,21 @@ if TYPE_CHECKING:
 class MPIComm(Comm):
     """Spread the layers over the ranks of an MPI communicator, one device per rank.
 
-    Every rank calls `solve` at the same time, with its own run of layers (`layer_slices` says which) in ``params`` and
-    ``data``, and the same ``y0`` and ``shared``; it gets the gradients of its own layers. ``y1`` and the gradients with
-    respect to ``y0`` and ``shared`` are the same on every rank. Start the job with ``mpirun -n 4 python train.py``.
+    Every rank calls `solve` at the same time, with its own run of layers (`layer_slices`) in ``params`` and ``data``, and the
+    same ``y0`` and ``shared``; it gets the gradients of its own layers. ``y1`` and the gradients with respect to ``y0`` and
+    ``shared`` are the same on every rank. Start the job with ``mpirun -n 4 python train.py``.
 
-    An uncaught exception ends the whole job, with its message and a non-zero exit code; the other ranks would wait for
-    ever otherwise. So does a rank that ends while others go on, after ``patience`` seconds.
+    An uncaught exception ends the whole job, as does a rank that ends while others go on, after ``patience`` seconds.
 
     Args:
-        comm: an mpi4py communicator; None is ``MPI.COMM_WORLD``. Its ranks are the workers. Messages go over duplicates
-            of it, so that they cannot meet the caller's. All ranks make these together, when it is first used here.
+        comm: an mpi4py communicator; None is ``MPI.COMM_WORLD``. Its ranks are the workers. Messages go over duplicates of it,
+            which all ranks make together when it is first used here.
         sequential: as for `MeshComm`, with ranks in the place of devices.
         patience: seconds that a rank waits for the others, before a solve that is traced, and when it ends. Then the job ends.
         check: whether every solve compares ``y0`` and ``shared`` on all ranks, by two sums of their bits, one message each.
 
     Raises:
-        ModuleNotFoundError: without mpi4py or mpi4jax.
-        ImportError: where mpi4jax was built for another MPI.
+        ImportError: without mpi4py or mpi4jax, and where mpi4jax was built for another MPI.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -72,7 +70,7 @@ class MPIComm(Comm):
             raise TypeError(f"comm must be an mpi4py communicator, like MPI.COMM_WORLD; got {self.comm!r}.")
         if self.size > 1:
             _abort_on_uncaught()
-        _duplicates(self.comm, self.patience)
+        _ = self._duplicates  # made by all ranks together
 
     @property
     def splits(self) -> bool:
@@ -92,14 +90,20 @@ class MPIComm(Comm):
         return int(self.comm.py2f()), self.sequential, self.check
 
     @property
-    def compiled_comm(self) -> "Intracomm":
-        """Communicator for compiled programs."""
-        return _duplicates(self.comm, self.patience)[0]
+    def python_comm(self) -> "Intracomm":
+        """Communicator for Python; compiled programs, which may still run, use another."""
+        return self._duplicates[1]
 
     @property
-    def python_comm(self) -> "Intracomm":
-        """Communicator for Python; compiled programs may still run and use `compiled_comm`."""
-        return _duplicates(self.comm, self.patience)[1]
+    def _duplicates(self) -> "tuple[Intracomm, Intracomm, Intracomm]":
+        """Communicators of the same ranks for programs, for Python and for the marks of `_together`, kept by MPI."""
+        kept: Any = self.comm.Get_attr(_attribute())
+        if kept is None:
+            kept = self.comm.Dup(), self.comm.Dup(), self.comm.Dup()
+            self.comm.Set_attr(_attribute(), kept)
+            if self.size > 1:
+                _together.end_together(kept[2], self.patience)
+        return kept
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MPIComm) and self._key() == other._key()
@@ -121,7 +125,7 @@ class MPIComm(Comm):
         def reduce(x: jax.Array) -> jax.Array:
             with jax.numpy_dtype_promotion("standard"):
                 wide = jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize < 4 else x.dtype
-            return mpi4jax.allreduce(x.astype(wide), op=getattr(mpi, how), comm=self.compiled_comm).astype(x.dtype)
+            return mpi4jax.allreduce(x.astype(wide), op=getattr(mpi, how), comm=self._duplicates[0]).astype(x.dtype)
 
         return _wire.apply_by_dtype(tree, reduce)
 
@@ -145,8 +149,21 @@ class MPIComm(Comm):
         return _checked(tree, self) if self.check else tree
 
     def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
-        """Return this rank's workers, after all ranks have agreed on the network."""
-        counts = self._agree(layers, solvers, stacked, common)
+        """Return this rank's workers. Where the ranks disagree on the network, all of them raise."""
+
+        def describe(name: str, tree: PyTree, skip: int) -> dict[str, str]:
+            leaves = jax.tree.leaves_with_path(tree)
+            return {name + jax.tree_util.keystr(at): f"{x.dtype}{list(x.shape[skip:])}" for at, x in leaves}
+
+        facts = {
+            "the layers": describe("params, data", stacked, 1),
+            "what all layers share": describe("y0, shared", common, 0),
+            "the solvers": {"solver, adjoint_solver": re.sub(" at 0x[0-9a-f]+", "", repr(tuple(solvers)))},
+        }
+        everyone = self._everyone((layers, facts))
+        for what in facts:
+            self._refuse_differences(what, [theirs[what] for _, theirs in everyone])
+        counts = [n for n, _ in everyone]
         total = sum(counts)
         if total == 0:
             raise ValueError("params and data have leading length 0 on every rank; a network needs at least one layer.")
@@ -162,28 +179,9 @@ class MPIComm(Comm):
             )
         return OnRanks(layers=total, held=tuple(counts), sequential=self.sequential, comm=self)
 
-    def _agree(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> list[int]:
-        """Return the number of layers on every rank. Where the ranks disagree, all of them raise."""
-
-        def describe(name: str, tree: PyTree, skip: int) -> dict[str, str]:
-            return {
-                name + jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape[skip:])}"
-                for path, x in jax.tree.leaves_with_path(tree)
-            }
-
-        facts = {
-            "the layers": describe("params, data", stacked, 1),
-            "what all layers share": describe("y0, shared", common, 0),
-            "the solvers": {"solver, adjoint_solver": re.sub(" at 0x[0-9a-f]+", "", repr(tuple(solvers)))},
-        }
-        everyone = self._everyone((layers, facts))
-        for what in facts:
-            self._refuse_differences(what, [theirs[what] for _, theirs in everyone])
-        return [n for n, _ in everyone]
-
     def _everyone(self, mine: Any) -> list[Any]:
         """The values of all ranks."""
-        _together.meet(_duplicates(self.comm, self.patience)[2], self.patience)
+        _together.meet(self._duplicates[2], self.patience)
         return list(self.python_comm.allgather(mine))
 
     def _refuse_differences(self, what: str, everyone: Sequence[dict[str, str]]) -> None:
@@ -210,6 +208,11 @@ def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
     def numbers(x: jax.Array) -> jax.Array:
         return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
+    def same_bits(most: np.ndarray, least: np.ndarray) -> np.ndarray:
+        if np.any(np.asarray(most) != np.asarray(least)):
+            raise ValueError("comm=MPIComm(check=True): y0 or shared have other numbers on one rank than on another.")
+        return np.asarray(True)
+
     leaves, structure = jax.tree.flatten(tree)
     words = [lax.stop_gradient(numbers(x))[None].view(jnp.uint8).astype(jnp.uint32).reshape(-1) for x in leaves]
     sums = [jnp.sum(w * (1 + jnp.arange(w.size, dtype=jnp.uint32) % 65_521), dtype=jnp.uint32) for w in words]
@@ -217,30 +220,16 @@ def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
         return tree
     mine = jnp.stack(sums).astype(jnp.int32)
     same = jax.ShapeDtypeStruct((), jnp.bool_)
-    same = jax.pure_callback(_same_bits, same, comm.max(mine), -comm.max(-mine), vmap_method="sequential")
+    same = jax.pure_callback(same_bits, same, comm.max(mine), -comm.max(-mine), vmap_method="sequential")
     # used, as it would be dropped otherwise
     used = [jnp.where(same, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves]
     return jax.tree.unflatten(structure, used)
 
 
-def _same_bits(most: np.ndarray, least: np.ndarray) -> np.ndarray:
-    if np.any(np.asarray(most) != np.asarray(least)):
-        raise ValueError("comm=MPIComm(check=True): y0 or shared have other numbers on one rank than on another.")
-    return np.asarray(True)
-
-
 def layer_slices(num_layers: int, workers: int, solver: Unit, adjoint_solver: Unit | None = None) -> list[slice]:
-    """Return the layers of each worker: contiguous runs, as even as possible, cut between intervals only.
+    """Return the layers of each worker, slices of ``range(num_layers)``: as even as possible, cut between intervals only.
 
-    Args:
-        num_layers: number of layers N.
-        workers: number of workers.
-        solver: solver of the forward solve.
-        adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
-
-    Returns:
-        A slice of ``range(num_layers)`` per worker; the last ones are empty where there are fewer steps on the coarsest level
-        than workers.
+    The last ones are empty where there are fewer steps on the coarsest level than workers. Solvers are those of `solve`.
 
     Example:
         >>> import lp_jax
@@ -296,7 +285,7 @@ class OnRanks(Workers):
 
         def everyone(x: jax.Array) -> jax.Array:  # (n, bytes)
             x = jnp.pad(x, ((0, max(lengths) - x.shape[0]), (0, 0)))
-            return mpi4jax.allgather(x, comm=self.comm.compiled_comm).reshape(-1, x.shape[1])[jnp.asarray(rows)]
+            return mpi4jax.allgather(x, comm=self.comm._duplicates[0]).reshape(-1, x.shape[1])[jnp.asarray(rows)]
 
         return _wire.apply_packed(tree, everyone, listed=True)
 
@@ -316,25 +305,12 @@ class OnRanks(Workers):
         return out
 
     def _exchange(self, tree: PyTree, source: int | None, dest: int | None) -> PyTree:
-        """Send ``tree`` to one rank and receive such a tree from another, as one message; zeros where there is neither.
-
-        Without a source the result has no meaning, but it is ready only when the message has been sent.
-        """
+        """Send ``tree`` to one rank and receive such a tree from another; without a source, the result tells when it is sent."""
         mpi, mpi4jax = _modules()
-        null = mpi.PROC_NULL
         if source is None and dest is None:
             return _tree.zeros_like(tree)
-
-        def sendrecv(x: jax.Array) -> jax.Array:
-            return mpi4jax.sendrecv(
-                x,
-                x,
-                null if source is None else source,
-                null if dest is None else dest,
-                comm=self.comm.compiled_comm,
-            )
-
-        return _wire.apply_packed(tree, sendrecv)
+        ends = [mpi.PROC_NULL if rank is None else rank for rank in (source, dest)]
+        return _wire.apply_packed(tree, lambda x: mpi4jax.sendrecv(x, x, *ends, comm=self.comm._duplicates[0]))
 
 
 def _modules() -> tuple[ModuleType, ModuleType]:
@@ -360,17 +336,6 @@ def _modules() -> tuple[ModuleType, ModuleType]:
 def _attribute() -> int:
     mpi, _ = _modules()
     return int(mpi.Comm.Create_keyval())
-
-
-def _duplicates(comm: "Intracomm", patience: float) -> "tuple[Intracomm, Intracomm, Intracomm]":
-    """Communicators of the same ranks for programs, for Python and for the marks of `_together`, kept as its attribute."""
-    kept: Any = comm.Get_attr(_attribute())
-    if kept is None:
-        kept = comm.Dup(), comm.Dup(), comm.Dup()
-        comm.Set_attr(_attribute(), kept)
-        if comm.Get_size() > 1:
-            _together.end_together(kept[2], patience)
-    return kept
 
 
 def _abort_on_uncaught() -> None:

@@ -3,7 +3,6 @@
 import atexit
 import sys
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,11 +11,10 @@ if TYPE_CHECKING:
 _HERE, _LEFT = b"\0", b"\1"
 
 
-def marks(comm: "Intracomm", mine: bytes, patience: float, *, until: bytes | None = None) -> Mapping[int, bytes]:
-    """Send a mark to all other ranks and return theirs, of those that sent one in time.
-
-    With ``until``, marks other than this one are passed over.
-    """
+def marks(
+    comm: "Intracomm", mine: bytes, patience: float, *, until: bytes | None = None
+) -> tuple[dict[int, bytes], list[int]]:
+    """Send a mark to all other ranks; return theirs, and who sent none in time. Others than ``until`` are passed over."""
     others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
     sent = [comm.Isend([bytearray(mine), 1], dest=rank) for rank in others]
     found: dict[int, bytes] = {}
@@ -32,18 +30,13 @@ def marks(comm: "Intracomm", mine: bytes, patience: float, *, until: bytes | Non
         pause = min(2 * pause, 0.05)
     for request in sent:
         request.Test()
-    return found
+    return found, [rank for rank in others if rank not in found]
 
 
 def meet(comm: "Intracomm", patience: float) -> None:
-    """Wait until all ranks are here.
-
-    Raises:
-        RuntimeError: naming ranks that have left, or that did not come in time.
-    """
-    found = marks(comm, _HERE, patience)
+    """Wait until all ranks are here; refuse where some have left, or do not come in time."""
+    found, missing = marks(comm, _HERE, patience)
     left = [rank for rank, mark in found.items() if mark == _LEFT]
-    missing = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank() and rank not in found]
     if left:
         raise RuntimeError(f"rank {comm.Get_rank()} needs all ranks for a solve, and ranks {left} have ended.")
     if missing:
@@ -61,8 +54,7 @@ def end_together(comm: "Intracomm", patience: float) -> None:
 
         if MPI.Is_finalized():
             return
-        found = marks(comm, _LEFT, patience, until=_LEFT)
-        missing = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank() and rank not in found]
+        _, missing = marks(comm, _LEFT, patience, until=_LEFT)
         if missing:
             print(
                 f"rank {comm.Get_rank()} has ended, and ranks {missing} have not within {patience:g} s: they may wait for a "

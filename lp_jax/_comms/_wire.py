@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,8 @@ from lp_jax._arrays._types import PyTree
 def after(tree: PyTree, message: PyTree) -> PyTree:
     """Return ``tree``, after a message has been exchanged.
 
-    XLA runs the operations of a program in any order that data allow: a rank might do a whole sweep before it sends the state
-    that its neighbour waits for. So later operations are made to depend on the message, by a condition that is never true,
-    which XLA does not know: no square is 2 modulo 4.
+    XLA might do a whole sweep before it sends the state that a neighbour waits for. So later operations are made to depend on
+    the message, by a condition that is never true, which XLA does not know: no square is 2 modulo 4.
     """
     never = _never(message)
     return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), tree)
@@ -43,11 +42,16 @@ def apply_by_dtype(tree: PyTree, f: Callable[[jax.Array], jax.Array]) -> PyTree:
     out: list[jax.Array | None] = [None] * len(leaves)
     for dtype in dict.fromkeys(x.dtype for x in leaves):
         places = [i for i, x in enumerate(leaves) if x.dtype == dtype]
-        flat = f(jnp.concatenate([leaves[i].reshape(-1) for i in places]))
-        ends = list(itertools.accumulate(leaves[i].size for i in places))
-        for i, part in zip(places, jnp.split(flat, ends[:-1]), strict=True):
+        parts = _joined([leaves[i].reshape(-1) for i in places], f)
+        for i, part in zip(places, parts, strict=True):
             out[i] = part.reshape(leaves[i].shape)
     return jax.tree.unflatten(structure, out)
+
+
+def _joined(parts: Sequence[jax.Array], f: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+    """Apply ``f`` to arrays that are joined along the last axis."""
+    ends = list(itertools.accumulate(x.shape[-1] for x in parts))
+    return jnp.split(f(jnp.concatenate(parts, axis=-1)), ends[:-1], axis=-1)
 
 
 def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, listed: bool = False) -> PyTree:
@@ -64,9 +68,8 @@ def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, listed: b
         encoded = [x.reshape(*x.shape[:lead], math.prod(x.shape[lead:])) for x in leaves]
     else:
         encoded = [_encode(x, lead) for x in leaves]
-    flat = f(jnp.concatenate(encoded, axis=-1))
-    parts = jnp.split(flat, list(itertools.accumulate(x.shape[-1] for x in encoded))[:-1], axis=-1)
-    return jax.tree.unflatten(structure, [_decode(part, x, lead) for part, x in zip(parts, leaves, strict=True)])
+    pairs = zip(_joined(encoded, f), leaves, strict=True)
+    return jax.tree.unflatten(structure, [_decode(part, x, lead) for part, x in pairs])
 
 
 _KNOWN = ("float32", "float64", "complex64", "complex128", "int32", "int64", "uint32", "uint64")

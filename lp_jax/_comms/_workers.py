@@ -13,12 +13,8 @@ from lp_jax._arrays._at_once import CPU, Processor
 from lp_jax._arrays._types import CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._comms import _wire
 
-Compose = Callable[[PyTree, PyTree], PyTree]
-"""An associative operation ``compose(first, second)``."""
-
-Body = Callable[[Stacked, PyTree], tuple[Stacked, PyTree]]
-"""A worker's part of a solve: ``body(stacked, common) -> (stacked, common)``."""
-
+Compose = Callable[[PyTree, PyTree], PyTree]  # an associative operation ``compose(first, second)``
+Body = Callable[[Stacked, PyTree], tuple[Stacked, PyTree]]  # of a solve: ``body(stacked, common) -> (stacked, common)``
 
 Run = Callable[..., tuple[CPoints, PyTree]]
 """A worker's part of a sequential solve: ``run(y0)`` returns its points, and a tree of other results.
@@ -32,8 +28,8 @@ SEQUENTIAL = ("auto", "relay", "gather")
 class Workers(abc.ABC):
     """A row of workers, seen from one of them. Stacked arrays are spread over it in contiguous runs.
 
-    A worker may hold slots beyond the last layer. Such a slot is inert: its step is the identity, and the state that
-    enters it is its own. Methods with an argument ``span`` take arrays with an entry for every ``span`` layers.
+    Slots beyond the last layer are inert: their step is the identity, and the state that enters one is its own. Methods with an
+    argument ``span`` take arrays with an entry for every ``span`` layers.
 
     Attributes:
         layers: number of layers of all workers.
@@ -57,11 +53,7 @@ class Workers(abc.ABC):
         """Length of stacked arrays: as the caller of `solve` passes them, and with all slots."""
 
     def map(self, body: Body) -> Body:
-        """Return ``body`` as a function that runs on every worker, on its part of the stacked arrays.
-
-        By default that is ``body``: the caller already runs on every worker, as MPI ranks do. Override it where one caller
-        stands for all.
-        """
+        """Return ``body`` as a function that runs on every worker; override it where one caller stands for all of them."""
         return body
 
     @abc.abstractmethod
@@ -136,10 +128,9 @@ class Workers(abc.ABC):
         return self.index() == self.active - 1, min(at, n - 1)
 
     def incoming(self, u: CPoints, y0: State, span: int, *, reverse: bool) -> CPoints:
-        """Return the state that enters each entry: ``y0`` for the first, the predecessor's ``u`` for every other one.
+        """Return the state that enters each entry of this worker: ``y0`` for the first, else the predecessor's ``u``.
 
-        Leaves ``(n, ...)`` for the n entries of this worker. A reversed chain begins with the last one. One message of
-        one state.
+        A reversed chain begins with the last entry. One message of one state.
         """
         n = _tree.leading(u)
         if n == 0:
@@ -167,30 +158,25 @@ class Workers(abc.ABC):
     def last(self, u: CPoints, span: int, *, reverse: bool) -> State:
         """Return the state that leaves the chain, on every worker."""
         n = _tree.leading(u)
-        if n:
-            edge = _tree.take(u, 0 if reverse else self.end(span, n)[1])
-        else:
-            edge = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), u)
+        edge = _tree.take(u, 0 if reverse else self.end(span, n)[1]) if n else _tree.zeros_like(_tree.entry_like(u))
         return self.broadcast(edge, 0 if reverse else self.active - 1)
 
     def prefix_sums(
         self, increments: Stacked, y0: State, *, reverse: bool, factor: Scalar | None = None
     ) -> tuple[Stacked, State]:
-        """Return ``y0`` plus all increments before each of this worker's, and ``y0`` plus all up to its last one.
-
-        With a ``factor`` the sum so far is multiplied by it before an increment is added.
-        """
-        if factor is None:
-            start = self._before(increments, y0, reverse=reverse)
-        else:
-            start = self._decayed_before(increments, y0, factor, reverse=reverse)
+        """`_tree.prefix_sums` of the increments of all workers: this worker's part, and the sum up to its last one."""
+        start = y0
+        if self.active > 1 and _tree.leading(increments):
+            if factor is not None:
+                start = self._decayed_before(increments, y0, factor, reverse=reverse)
+            else:
+                total = _tree.total(increments)
+                start = _tree.add(_tree.wide(y0), self.exclusive_scan(total, reverse=reverse))
         before, last = _tree.prefix_sums(increments, start, reverse=reverse, factor=factor)
         return before, _tree.narrow(last, y0)
 
     def _decayed_before(self, increments: Stacked, y0: State, factor: Scalar, *, reverse: bool) -> State:
         """The sum that enters this worker; each maps it to ``power * sum + total``, and the first one starts from ``y0``."""
-        if self.active == 1 or not _tree.leading(increments):
-            return y0
         y0, here = _tree.wide(y0), self.index() == self.first(reverse)
         start = select(here, y0, _tree.zeros_like(y0))
         _, total = _tree.prefix_sums(increments, start, reverse=reverse, factor=factor)
@@ -203,18 +189,10 @@ class Workers(abc.ABC):
         _, total = self.exclusive_scan((power, total), reverse=reverse, compose=compose)
         return self._first_or(y0, total, reverse=reverse)
 
-    def _before(self, increments: Stacked, y0: State, *, reverse: bool) -> State:
-        """``y0`` plus the increments of all workers before this one."""
-        if self.active == 1 or not _tree.leading(increments):
-            return y0
-        total = _tree.total(increments)
-        return _tree.add(_tree.wide(y0), self.exclusive_scan(total, reverse=reverse))
-
     def exclusive_scan(self, value: PyTree, *, reverse: bool, compose: Compose = _tree.add) -> PyTree:
         """Compose (add up) the values of all workers before this one, in ``1 + ceil(log2(active - 1))`` messages."""
         by = -1 if reverse else 1
-        total = self.shift(value, by)
-        distance = 1
+        total, distance = self.shift(value, by), 1
         while distance < self.active - 1:
             total = compose(self.shift(total, by * distance), total)
             distance *= 2
@@ -231,8 +209,7 @@ class Workers(abc.ABC):
         return gathered < relayed
 
 
-_LATENCY = 100_000
-"""Bytes that could be sent in the time that an empty message takes: 10 us at 10 GB/s, assumed for all engines."""
+_LATENCY = 100_000  # bytes that could be sent while an empty message is: 10 us at 10 GB/s, assumed for all engines
 
 
 def select(condition: bool | jax.Array, a: PyTree, b: PyTree) -> PyTree:

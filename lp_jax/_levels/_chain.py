@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._pytree import register
+from lp_jax._arrays._check import register
 from lp_jax._arrays._types import PyTree, Slices, Stacked, State, Transfer, Which
 from lp_jax._comms._workers import Local, Workers
 from lp_jax._levels._layer import Linearised, Traced

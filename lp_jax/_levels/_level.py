@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._pytree import register
+from lp_jax._arrays._check import register
 from lp_jax._arrays._types import CPoints, Points, PyTree, Scalar, SliceStep, State, Transfer
 from lp_jax._comms._workers import Local, Workers, select
 

@@ -1,11 +1,8 @@
 """The adjoint system as levels, and the gradient from its solution.
 
-With lam[N] the cotangent of the last state, ``lam[n] = (dPhi_n/du at u[n])^T lam[n+1]`` is a chain of steps that runs
-from the last layer to the first. The levels of the adjoint solve are the transposed forward levels, linearised at one
-consistent trajectory. Solvers treat them like forward levels.
-
-The finest level is linearised at the states of the forward solve's final sweep, which determine the limit of the adjoint
-solve. Coarse levels only affect the speed of convergence; they are linearised at the C-points after that sweep.
+With lam[N] the cotangent of the last state, ``lam[n] = (dPhi_n/du at u[n])^T lam[n+1]`` is a chain of steps from the last
+layer to the first. Its levels are the transposed forward levels, which solvers treat like those. The finest one is linearised
+at the states of the forward solve's final sweep, which determine the limit; coarse ones at the C-points after that sweep.
 """
 
 import dataclasses
@@ -59,9 +56,7 @@ def solve_adjoint(
 ) -> tuple[Arrays, Stats]:
     """Solve the adjoint system of ``chain`` and form the gradient, None for leaves that are not differentiated.
 
-    ``stride`` is the number of layers between two C-points of the forward solve; ``aux_cotangents`` are those of the inexact
-    leaves of aux, ``(N, ...)``, None for leaves that the loss does not see. The ``adjoint_guess`` of the gradient are the
-    cotangents of the states that enter the intervals.
+    ``stride`` is that of the forward solve; ``adjoint_guess`` in the gradient are cotangents of states that enter intervals.
     """
     forward, linearised = solver.discretize(chain), None if left.linearisations is None else chain.linearised
     fine = forward[0]
@@ -145,8 +140,8 @@ def transpose(
 ) -> Level:
     """The adjoint of a level at the ``states`` that enter its steps.
 
-    ``sources`` are cotangents of the trees that ``advance``, the level's step, emits. With ``recompute``, ``states`` are only
-    those that enter the intervals; the others are recomputed from them, interval by interval, whenever they are needed.
+    ``sources`` are cotangents of what ``advance``, the level's step, emits. With ``recompute``, ``states`` are only those that
+    enter the intervals; the others are recomputed whenever they are needed.
     """
     forward = advance or level.advance
 
@@ -155,8 +150,16 @@ def transpose(
         return jax.vjp(lambda u: forward(u, operand, shared), u)[1]((lam, source))[0]
 
     def expand(x: tuple[PyTree, State, PyTree], shared: PyTree) -> tuple[PyTree, Points, PyTree]:
+        """The states that enter each step of an interval, from the one that enters it."""
         operands, u, source = x
-        return operands, _interval_states(level, operands, u, shared), source
+        states = _tree.repeat(_tree.zeros_like(u), level.factor)
+
+        def body(i: jax.Array, carry: tuple[State, Points]) -> tuple[State, Points]:
+            u, states = carry
+            return level.step(u, _tree.take(operands, i), shared), _tree.put(states, u, i)
+
+        u, states = lax.fori_loop(0, level.factor - 1, body, (u, states))
+        return operands, _tree.put(states, u, level.factor - 1), source
 
     everywhere = None
     if level.gathered is not None:
@@ -200,16 +203,3 @@ def _transpose_transfer(level: Level) -> Transfer:
         lambda lam: jax.linear_transpose(prolong, coarse)(lam)[0],
         lambda lam: jax.linear_transpose(restrict, fine)(lam)[0],
     )
-
-
-def _interval_states(level: Level, operands: PyTree, u: State, shared: PyTree) -> Points:
-    """States that enter each step of one interval, ``(factor, ...)``."""
-    last = level.factor - 1
-    states = _tree.repeat(_tree.zeros_like(u), level.factor)
-
-    def body(i: jax.Array, carry: tuple[State, Points]) -> tuple[State, Points]:
-        u, states = carry
-        return level.step(u, _tree.take(operands, i), shared), _tree.put(states, u, i)
-
-    u, states = lax.fori_loop(0, last, body, (u, states))
-    return _tree.put(states, u, last)

@@ -1,7 +1,4 @@
-"""A context that replaces the solvers of all solves traced inside it, or reports the stats of each of them.
-
-It is part of the keys of ``jax.jit``'s caches, so that a function is traced anew inside it.
-"""
+"""A context that replaces the solvers of all solves traced inside it, or reports their stats; a key of ``jax.jit``'s caches."""
 
 import functools
 import warnings
@@ -47,17 +44,7 @@ def report_stats(direction: str, solver: Solver, layers: int, stats: Stats) -> N
 
 
 class Results(NamedTuple):
-    """Outcome of the solves inside a gradient: the worst code of `lp_jax.RESULTS` in each direction; 0 is done as asked.
-
-    Call `warn` on them in a training loop: Python shows the same warning once.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> loss = lambda rate: lp_jax.solve(lambda y, layer: y + layer.dt * rate * y, None, jnp.ones(()), data=jnp.ones(8)).y1
-        >>> value, gradient, results = lp_jax.value_and_grad(loss)(jnp.ones(()))
-        >>> results == lp_jax.Results(forward=1, adjoint=1)  # eight layers, one after another: nothing is faster
-        True
-    """
+    """Outcome of the solves inside a gradient: the worst code of `lp_jax.RESULTS` in each direction; 0 is done as asked."""
 
     forward: jax.Array
     adjoint: jax.Array
@@ -107,13 +94,9 @@ def value_and_grad(
 ) -> Callable[..., tuple[PyTree, PyTree, Results]]:
     """``jax.value_and_grad`` that also returns how the solves inside ended, forward and adjoint.
 
-    ``loss`` needs no change: it may call `solve`, `scan` or modules of `lp_jax.nn` anywhere, under jit, vmap or shard_map. The
-    codes are outputs of the program, without callbacks, so that it can be exported and cached.
-
-    Args:
-        loss: as for ``jax.value_and_grad``.
-        argnums: as for ``jax.value_and_grad``.
-        has_aux: as for ``jax.value_and_grad``.
+    The arguments are those of ``jax.value_and_grad``. ``loss`` needs no change: it may call `solve`, `scan` or modules of
+    `lp_jax.nn` anywhere, under jit, vmap or shard_map. The codes are outputs of the program, without callbacks, so that it
+    can be exported and cached.
 
     Returns:
         A function that returns ``(value, gradient, results)``, value and gradient as ``jax.value_and_grad`` does, with the
@@ -125,8 +108,8 @@ def value_and_grad(
         ...     step = lambda y, layer: y + layer.dt * jnp.tanh(layer.params * y)
         ...     return lp_jax.solve(step, weights, y, solver=lp_jax.Picard(sweeps=1, rtol=1e-3)).y1
         >>> value, gradient, results = lp_jax.value_and_grad(loss)(jnp.ones(16), jnp.ones(()))
-        >>> lp_jax.RESULTS[int(results.adjoint)].partition(" within")[0]
-        'the residual norm did not come down to the tolerance'
+        >>> isinstance(results, lp_jax.Results), lp_jax.RESULTS[int(results.adjoint)].partition(" within")[0]
+        (True, 'the residual norm did not come down to the tolerance')
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     shifted = (0, *(number + 1 if number >= 0 else number for number in numbers))
@@ -134,12 +117,8 @@ def value_and_grad(
 
     def call(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree, Results]:
         value, (counts, *gradients) = inner(jnp.zeros((2, len(RESULTS)), jnp.float32), *args, **kwargs)
-        return value, gradients[0] if isinstance(argnums, int) else tuple(gradients), worst(counts)
+        worst = jnp.max(jnp.where(counts > 0, jnp.arange(counts.shape[1]), 0), axis=1).astype(jnp.int32)
+        results = Results(forward=worst[0], adjoint=worst[1])
+        return value, gradients[0] if isinstance(argnums, int) else tuple(gradients), results
 
     return call
-
-
-def worst(counts: jax.Array) -> Results:
-    """The largest codes that were counted."""
-    codes = jnp.max(jnp.where(counts > 0, jnp.arange(counts.shape[1]), 0), axis=1).astype(jnp.int32)
-    return Results(codes[0], codes[1])

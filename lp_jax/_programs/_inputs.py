@@ -81,8 +81,8 @@ def note_on_call(step: Callable[..., PyTree], u: State, params: PyTree) -> str:
     """Make a note for an error in the step: its arguments, and mistakes that explain some errors."""
     name = getattr(step, "__name__", type(step).__name__)
     note = (
-        f"lp_jax called {name}(y, layer), the state first, with y: {_describe(u)} and layer.params, one layer's slice: "
-        f"{_describe(params)}."
+        f"lp_jax called {name}(y, layer), the state first, with y: {describe(u)} and layer.params, one layer's slice: "
+        f"{describe(params)}."
     )
     if isinstance(params, jax.Array):
         note += " Where the array is meant, write layer.params, not layer."
@@ -142,13 +142,12 @@ def times(t0: Any, t1: Any, steps: int, dtype: DTypeLike) -> tuple[jax.Array, ja
         raise ValueError(f"t0 must be a scalar; got shape {jnp.shape(t0)}. A grid of times is passed as t1.")
     if isinstance(t1, list | tuple):
         t1 = np.asarray(t1)
+    traced = [isinstance(value, jax.core.Tracer) for value in (t0, t1)]
     if jnp.ndim(t1) == 0:
         fraction = np.arange(steps) / steps
-        if not (_known(t0) and _known(t1)):
-            start, end = jnp.asarray(t0, dtype), jnp.asarray(t1, dtype)
-            return start + (end - start) * jnp.asarray(fraction, dtype), jnp.broadcast_to(
-                (end - start) / steps, (steps,)
-            )
+        if any(traced):
+            start, whole = jnp.asarray(t0, dtype), jnp.asarray(t1, dtype) - jnp.asarray(t0, dtype)
+            return start + whole * jnp.asarray(fraction, dtype), jnp.broadcast_to(whole / steps, (steps,))
         first, length = float(t0), float(t1) - float(t0)
         if not 0 < length < np.inf:
             raise ValueError(f"t1 must be finite and later than t0; got t0={first}, t1={float(t1)}.")
@@ -158,18 +157,14 @@ def times(t0: Any, t1: Any, steps: int, dtype: DTypeLike) -> tuple[jax.Array, ja
             f"t1 must be a scalar, or the {steps + 1} times at which the {steps} layers start and the last one ends; got "
             f"shape {jnp.shape(t1)}."
         )
-    if _known(t1):
-        grid = np.asarray(t1, np.float64)
-        if not np.all(np.diff(grid) > 0):
-            n = int(np.argmin(np.diff(grid) > 0))
-            raise ValueError(f"t1 must be strictly increasing; got t1[{n}]={grid[n]}, t1[{n + 1}]={grid[n + 1]}.")
-        return jnp.asarray(grid[:-1], dtype), jnp.asarray(np.diff(grid), dtype)
-    traced = jnp.asarray(t1, dtype)
-    return traced[:-1], jnp.diff(traced)
-
-
-def _known(value: object) -> bool:
-    return not isinstance(value, jax.core.Tracer)
+    if traced[1]:
+        t1 = jnp.asarray(t1, dtype)
+        return t1[:-1], jnp.diff(t1)
+    grid = np.asarray(t1, np.float64)
+    if not np.all(np.diff(grid) > 0):
+        n = int(np.argmin(np.diff(grid) > 0))
+        raise ValueError(f"t1 must be strictly increasing; got t1[{n}]={grid[n]}, t1[{n + 1}]={grid[n + 1]}.")
+    return jnp.asarray(grid[:-1], dtype), jnp.asarray(np.diff(grid), dtype)
 
 
 def comm(value: object) -> Comm:
@@ -188,21 +183,20 @@ def comm(value: object) -> Comm:
 
 def step_output(out: PyTree, u: State, has_aux: bool) -> None:
     """Refuse an output of the step without the state's structure, shapes and dtypes."""
-    if has_aux:
-        if not (isinstance(out, tuple) and len(out) == 2):
-            raise TypeError(
-                f"step must return (y_next, aux) with has_aux=True; got {_describe(out)}. Return a pair, or leave has_aux out."
-            )
-        out = out[0]
-    pair = not has_aux and isinstance(out, tuple) and len(out) == 2 and _same_structure(out[0], u)
-    like_state(out, u, hint=" It looks like (y_next, aux): pass has_aux=True." * pair)
+    pair = isinstance(out, tuple) and len(out) == 2
+    if has_aux and not pair:
+        raise TypeError(
+            f"step must return (y_next, aux) with has_aux=True; got {describe(out)}. Return a pair, or leave has_aux out."
+        )
+    out, forgotten = (out[0], False) if has_aux else (out, pair and _same_structure(out[0], u))
+    like_state(out, u, hint=" It looks like (y_next, aux): pass has_aux=True." * forgotten)
     same_shapes(jax.tree.leaves(out), u)
 
 
 def like_state(out: PyTree, u: State, *, step: str = "step", hint: str = "") -> None:
     """Refuse an output with another structure than the state's."""
     if not _same_structure(u, out):
-        raise TypeError(f"{step} must return a state like the one it got, {_describe(u)}; got {_describe(out)}.{hint}")
+        raise TypeError(f"{step} must return a state like the one it got, {describe(u)}; got {describe(out)}.{hint}")
 
 
 def same_shapes(out: Sequence[Any], u: State, *, step: str = "step", y: str = "y") -> None:
@@ -217,23 +211,14 @@ def same_shapes(out: Sequence[Any], u: State, *, step: str = "step", y: str = "y
             )
 
 
-def guess(value: str | CPoints, y0: State, intervals: int) -> str | CPoints:
-    """Return "constant", "zeros", or C-points with leaves ``(intervals, ...)``; refuse all else."""
-    if isinstance(value, str):
-        if value not in ("constant", "zeros"):
-            raise ValueError(f'guess must be "constant", "zeros" or a trajectory; got {value!r}.')
-        return value
-    return trajectory("guess", value, y0, intervals)
-
-
 def trajectory(name: str, value: CPoints, y0: State, intervals: int) -> CPoints:
     """Return C-points with leaves ``(intervals, ...)``; refuse all else."""
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct((intervals, *x.shape), x.dtype), y0)
     got = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
     if not _same_structure(wanted, got) or jax.tree.leaves(wanted) != jax.tree.leaves(got):
         raise ValueError(
-            f"{name} must have one state for each interval of the finest level, {_describe(wanted)}, like Solution.trajectory of "
-            f"a solve with the same coarsening and batch; got {_describe(got)}."
+            f"{name} must have one state for each interval of the finest level, {describe(wanted)}, like Solution.trajectory of "
+            f"a solve with the same coarsening and batch; got {describe(got)}."
         )
     return jax.tree.map(jnp.asarray, value)
 
@@ -246,7 +231,8 @@ def _aval(x: ArrayLike) -> str:
     return f"{jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
 
 
-def _describe(tree: PyTree) -> str:
+def describe(tree: PyTree) -> str:
+    """Dtypes and shapes of a tree, as text."""
     return str(jax.tree.map(_aval, tree)).replace("'", "")
 
 

@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._gradient import reverse_only, without_gradient
-from lp_jax._arrays._types import Advance, Arrays, CPoints, PyTree, Slices, State
+from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State
 from lp_jax._comms._workers import Workers
 from lp_jax._levels._chain import Chain, pad_slices
 from lp_jax._levels._layer import Traced
@@ -20,12 +20,10 @@ from lp_jax._programs._asked import count_ends, counts_of, report_stats
 from lp_jax._solvers._serial import propagate
 from lp_jax._solvers._solver import Solver, Stats, iterate
 
+# the state after the last layer and aux, both differentiable; and the rest of a `Solution`
 Output = tuple[State, PyTree, tuple[Stats, CPoints]]
-"""The state after the last layer and aux, both differentiable; and the rest of a `Solution`."""
-
+# cotangents of the inexact leaves of aux, None for leaves that the loss does not see; empty if it sees none
 Seen = tuple[jax.Array | None, ...]
-"""Cotangents of the inexact leaves of aux, None for leaves that the loss does not see; empty if it sees none."""
-
 Pullback = Callable[[State, Seen], tuple[Arrays, Stats]]
 
 _FORWARD_MODE = (
@@ -99,27 +97,15 @@ class Program:
         """Return the arrays; those of an iterative solve have a gradient in reverse mode only."""
         if self.scan:
             return arrays
-        slices, y0, shared = reverse_only((arrays.slices, arrays.y0, arrays.shared), _FORWARD_MODE)
+        slices, y0, shared = reverse_only(arrays[:3], _FORWARD_MODE)
         return arrays._replace(slices=slices, y0=y0, shared=shared)
 
     def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
         """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
-        if self.scan:
-            return self._scan_vjp(arrays)
-        out, left = self.forward(arrays, keep=True)
-        return out, functools.partial(self.backward, arrays, left, keep=True)
-
-    def chain(self, slices: Slices, y0: State, shared: PyTree) -> Chain:
-        """The chain of these layers: all layers, or those of one worker."""
-        padded = self.workers.padded
-        return Chain(traced=self.traced, slices=slices, y0=y0, shared=shared, workers=self.workers, padded=padded)
-
-    def slots(self, slices: Slices) -> Slices:
-        """Pad the layers that the caller passed to all slots."""
-        return pad_slices(slices, self.workers.rows[1], self.workers.layers)
-
-    def _scan_vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
-        leaves, combine = _tree.partition((arrays.slices, arrays.y0, arrays.shared))
+        if not self.scan:
+            out, left = self.forward(arrays, keep=True)
+            return out, functools.partial(self.backward, arrays, left, keep=True)
+        leaves, combine = _tree.partition(arrays[:3])
 
         def run(leaves: list[jax.Array]) -> tuple[tuple[State, list[jax.Array]], Output]:
             slices, y0, shared = combine(leaves)
@@ -134,6 +120,15 @@ class Program:
 
         return out, pullback
 
+    def chain(self, slices: Slices, y0: State, shared: PyTree) -> Chain:
+        """The chain of these layers: all layers, or those of one worker."""
+        padded = self.workers.padded
+        return Chain(traced=self.traced, slices=slices, y0=y0, shared=shared, workers=self.workers, padded=padded)
+
+    def slots(self, slices: Slices) -> Slices:
+        """Pad the layers that the caller passed to all slots."""
+        return pad_slices(slices, self.workers.rows[1], self.workers.layers)
+
     @functools.cached_property
     def forward(self) -> Callable[..., tuple[Output, Forward | None]]:
         return jax.jit(functools.partial(_forward, self), static_argnames="keep", inline=self.workers.rows[0] == 0)
@@ -143,10 +138,9 @@ class Program:
         return jax.jit(functools.partial(_backward, self), static_argnames="keep", inline=self.workers.rows[0] == 0)
 
 
-@functools.lru_cache(maxsize=32)  # each keeps its compiled programs, some MB, and the step
-def _first(program: Program) -> Program:
-    """Return the first of equal programs, from the cache."""
-    return program
+_first = functools.lru_cache(maxsize=32)(
+    lambda program: program
+)  # each keeps its compiled programs, some MB, and the step
 
 
 def first_equal(program: Program) -> Program:
@@ -184,8 +178,17 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
             guess = _tree.zeros_like(_tree.repeat(y0, levels[0].intervals))
         iterated, stats = iterate(solver, levels, guess)
         keep_states = keep and solver.keeps_states
-        advance = _emit(chain, keep_states) if keep_states or program.traced.steps[0][1].has_aux else None
-        u, emitted = solver.finish(levels, iterated, advance)
+        layer, linearised = chain.step(0, aux=True), chain.linearised
+
+        def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
+            if keep_states:
+                u_next, aux, kept = linearised.evaluate(u, x, shared)
+                return u_next, (u, kept, aux)
+            u_next, aux = layer(u, x, shared)
+            return u_next, (None, None, aux)
+
+        emits = keep_states or program.traced.steps[0][1].has_aux
+        u, emitted = solver.finish(levels, iterated, advance if emits else None)
         states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
         entered = entered_in_final_sweep(levels[0], iterated, u) if keep and not keep_states else None
         y1 = levels[0].last(u)
@@ -219,20 +222,6 @@ def _backward(
     return gradient, stats._replace(result=program.ended(stats.result))
 
 
-def _emit(chain: Chain, keep_states: bool) -> Advance:
-    """A step of the finest level that emits aux; with ``keep_states`` also its input state and its linearisation."""
-    layer, linearised = chain.step(0, aux=True), chain.linearised
-
-    def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
-        if keep_states:
-            u_next, aux, kept = linearised.evaluate(u, x, shared)
-            return u_next, (u, kept, aux)
-        u_next, aux = layer(u, x, shared)
-        return u_next, (None, None, aux)
-
-    return advance
-
-
 def _or_zeros(cotangent: jax.Array | SymbolicZero | None, like: jax.Array) -> jax.Array:
     return jnp.zeros_like(like) if cotangent is None or isinstance(cotangent, SymbolicZero) else cotangent
 
@@ -248,9 +237,5 @@ def seen_of(aux: PyTree, cotangents: PyTree) -> Seen:
         return ()
     leaves, structure = jax.tree.flatten(aux)
     pairs = zip(leaves, structure.flatten_up_to(cotangents), strict=True)  # type: ignore[attr-defined]
-    seen = tuple(
-        None if a is None or isinstance(a, SymbolicZero) else a
-        for x, a in pairs
-        if jnp.issubdtype(x.dtype, jnp.inexact)
-    )
+    seen = tuple(None if isinstance(a, SymbolicZero) else a for x, a in pairs if _tree.inexact(x))
     return seen if any(a is not None for a in seen) else ()

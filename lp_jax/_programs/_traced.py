@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from lp_jax._arrays import _tree
+from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import Processor, footprint, processor
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Step, Transfer, Which
+from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Step, Which
 from lp_jax._comms._comm import common_unit
 from lp_jax._levels._layer import Hoisted, LayerStep, Signature, Traced, needs_its_trace, signature
 from lp_jax._levels._result import DONE, SERIAL
@@ -50,8 +50,11 @@ def prepare(
     solver, adjoint_solver = arrays.solver, arrays.adjoint_solver
     for each in (solver, adjoint_solver):
         _inputs.at_once(each, layers)
-    guess = _inputs.guess(guess, arrays.y0, -(-workers.rows[0] // program.stride))
     warm = not isinstance(guess, str)
+    if warm:
+        guess = _inputs.trajectory("guess", guess, arrays.y0, -(-workers.rows[0] // program.stride))
+    else:
+        _check.one_of("guess", guess, ("constant", "zeros"), otherwise="or a trajectory")
     if adjoint_guess is not None:
         intervals = -(-workers.rows[0] // program.adjoint_stride)
         adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, intervals)
@@ -88,7 +91,7 @@ def default(problem: _inputs.Network) -> tuple[tuple[tuple[Solver, Solver], floa
         examples=examples,
         numbers=numbers // max(1, examples),
         recurrent=recurrent,
-        driven=any(map(_is_inexact, jax.tree.leaves((arrays.slices.params, arrays.slices.data)))),
+        driven=any(map(_tree.inexact, jax.tree.leaves((arrays.slices.params, arrays.slices.data)))),
         in_place=in_place,
         places=places(*layer) if workers.processor.kernel_step and workers.size == 1 else 0,
     )
@@ -127,25 +130,26 @@ def trace(problem: _inputs.Network, solvers: Sequence[Solver]) -> tuple[Program,
     else:
         t, dt, index = (lax.dynamic_slice_in_dim(x, first, workers.rows[0]) for x in of_all)
     slices = Slices(params, data, t, dt, index)
-    mask = jax.tree.map(_is_inexact, slices)
+    mask = jax.tree.map(_tree.inexact, slices)
     differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
 
     x, tracing = _tree.entry_like(slices), _Tracing(problem, shared)
     needs = [solver.needs(steps) for solver in solvers]
     for need in needs:
-        for level, u in enumerate(_states_on_levels(need.transfers, y0)):
+        u = jax.eval_shape(lambda y: y, y0)
+        for level, transfer in enumerate((None, *need.transfers)):
+            u = u if transfer is None else jax.eval_shape(transfer[0], u)
             tracing.add(level, problem.step, level, u, x)
     whole, others = (jax.eval_shape(lambda y: y, y0), x), [other for need in needs for other in need.steps]
     single, axes = None, max(need.averaged_axes for need in needs)
     if axes:
         single = _single_example(problem, y0, x, shared, axes)
-    steps_to_trace: list[tuple[Which, Step]] = [(0, problem.step), *((other, other) for other in others)]
-    for which, other in steps_to_trace:
+    for other in (None, *others):
         for u, own in filter(None, (whole, single)):
-            tracing.add(which, other, 0, u, own)
+            tracing.add(other or 0, other or problem.step, 0, u, own)
 
     seen_by_all = shared, tuple(tracing.closed_over)
-    weights = any(jax.tree.leaves(jax.tree.map(_is_inexact, seen_by_all)))
+    weights = any(jax.tree.leaves(jax.tree.map(_tree.inexact, seen_by_all)))
     recurrent = weights and not any(jax.tree.leaves(mask.params))
     terms = 0 if recurrent else workers.processor.outer_terms  # a scan adds up the gradient of shared weights
     traced = Traced(
@@ -253,17 +257,6 @@ def _processor(platform: str) -> Processor:
         return processor(platform)
     found = processor(platform, devices[0].device_kind)
     return found if len(devices) == 1 else dataclasses.replace(found, kernel_step=None)  # it is not partitioned
-
-
-def _is_inexact(x: jax.Array) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _states_on_levels(transfers: Sequence[Transfer | None], y0: State) -> list[State]:
-    states = [jax.eval_shape(lambda y: y, y0)]
-    for transfer in transfers:
-        states.append(states[-1] if transfer is None else jax.eval_shape(transfer[0], states[-1]))
-    return states
 
 
 def _takes_exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._pytree import register
+from lp_jax._arrays._check import register
 from lp_jax._arrays._types import Layer, Points, PyTree, Slices, SliceStep, Stacked, State, Transfer
 from lp_jax._comms._workers import select
 from lp_jax._levels._chain import Chain

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.extend import core
 
-from lp_jax._arrays._evaluate import CALLS
-from lp_jax._arrays._products import array_type, is_product
+from lp_jax._arrays._products import CALLS, array_type, is_product
 from lp_jax._arrays._types import PyTree, State
 
 Linear = Callable[[State], State]

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._evaluate import CALLS, bind, evaluate
-from lp_jax._arrays._products import array_type, used_equations
-from lp_jax._arrays._pytree import register
+from lp_jax._arrays._check import register
+from lp_jax._arrays._products import CALLS, array_type, bind, evaluate
 from lp_jax._arrays._types import Advance, CPoints, PyTree, SliceStep, Stacked, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
@@ -55,7 +55,7 @@ def split(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> tuple[core.Ja
     n, sizes = len(leaves), (1, leaves[0].size)
     moving, varying = set(whole.invars[:n]), set(whole.invars[n : n + of_x])
     early, late, single = [], [], {}
-    for equation in used_equations(whole):
+    for equation in dce_jaxpr(whole, [True] * len(whole.outvars))[0].eqns:
         name, operands = equation.primitive.name, dict.fromkeys(_variables(equation.invars))
         if not moving & operands.keys():
             early.append(equation)

@@ -9,7 +9,7 @@ from typing import TypeAlias, cast
 import jax
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._pytree import register
+from lp_jax._arrays._check import register
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, State, Transfer
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level

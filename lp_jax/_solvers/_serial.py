@@ -8,7 +8,7 @@ from jax import lax
 
 from lp_jax._arrays import _check
 from lp_jax._arrays._at_once import in_chunks
-from lp_jax._arrays._pytree import register
+from lp_jax._arrays._check import register
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Stacked, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level

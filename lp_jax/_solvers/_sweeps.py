@@ -11,7 +11,7 @@ from jax import lax
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import batched, chunk, in_chunks
-from lp_jax._arrays._pytree import register
+from lp_jax._arrays._check import register
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level, sum_of_squares

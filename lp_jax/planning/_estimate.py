@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import jax
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._at_once import OF_A_SUM, OF_NEWTON, Processor, processor
+from lp_jax._arrays._at_once import OF_A_SUM, OF_NEWTON, Processor, named
 from lp_jax._problem import Problem
 from lp_jax._programs import _traced
 from lp_jax._programs._asked import asked
@@ -48,7 +48,7 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
 
     def look(problem: Problem) -> Machine:
         program, operands = _traced.trace(problem, (Serial(),))
-        known = processor(device, device) if device else program.workers.processor
+        known = named(device) if device else program.workers.processor
         layer, layers, y = program.traced.footprint, program.workers.layers, operands.y0
         first = _tree.entry_like(operands.slices)
         kept = jax.eval_shape(program.chain(*operands[:3]).linearised.evaluate, y, first, operands.shared)[2]
@@ -125,6 +125,6 @@ def assume(device: str | Processor) -> Iterator[None]:
         >>> int(solution.stats.iterations) > 0
         True
     """
-    known = processor(device, device) if isinstance(device, str) else device
+    known = named(device) if isinstance(device, str) else device
     with asked(asked.value._replace(processor=known)):
         yield

@@ -129,7 +129,7 @@ def test_options_build_the_solver_that_they_name_and_the_adjoint_follows(text):
 
 def test_a_solver_of_the_user_is_named_by_its_module(cli, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
-        "import dataclasses, lp_jax\nfrom lp_jax._arrays._pytree import register\n\n@register()\n"
+        "import dataclasses, lp_jax\nfrom lp_jax._arrays._check import register\n\n@register()\n"
         "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
         'class Jacobi(lp_jax.Picard):\n    """Sweeps.\n\n    Args:\n        weight: Weight of a sweep.\n    """\n\n'
         "    weight: float = 1.0\n"

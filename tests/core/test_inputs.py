@@ -64,7 +64,7 @@ REFUSED = [
     (TypeError, "coarsest | Serial(), Picard | MGRIT", {"solver": lp_jax.MGRIT(coarsest=lp_jax.MGRIT())}),
     (ValueError, "coarsest | windows=2 | Take Picard", {"solver": lp_jax.MGRIT(coarsest=lp_jax.Windowed(windows=2))}),
     (ValueError, 'around="trajectory" | spatial', {"solver": TRAJECTORY, **BY_TIME}),
-    (ValueError, "guess | \"constant\" | 'ones'", {"guess": "ones"}),
+    (ValueError, "guess | 'constant' | 'ones'", {"guess": "ones"}),
     (ValueError, "guess | float64[12,2,3] | float64[3,2,3]", {"guess": OF_3.astype(float), "solver": lp_jax.Picard()}),
     (ValueError, "guess | float64[3,2,3] | float32[3,2,3]", {"guess": OF_3, "solver": lp_jax.MGRIT()}),
     (

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 
 import lp_jax
-from lp_jax._arrays._products import Cost as Cost
-from lp_jax._arrays._products import cost as cost
+from lp_jax._arrays._products import Cost, cost_of
 from lp_jax._solvers._solver import Solver
+
+
+def cost(f, *arguments, unit: float = 1.0) -> Cost:
+    """The cost of ``f(*arguments)`` in products of ``unit`` flops."""
+    return cost_of(jax.make_jaxpr(f)(*arguments).jaxpr, unit=unit)
 
 
 def training_step(layers: int, solver: Solver, adjoint_solver: Solver | None = None) -> Cost:
