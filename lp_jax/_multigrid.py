@@ -67,11 +67,9 @@ def coarsen(level: Level, coarse_step: CoarseStep, factor: int = 1) -> Level:
 
 
 def rediscretize(level: Level, params: str | Callable[[PyTree], PyTree] = "inject", factor: int = 1) -> Level:
-    """Return the next coarser level by rediscretization: one layer with the whole dt in the place of each interval's.
+    """`coarsen` with `Rediscretize`: one layer with the whole dt in the place of each interval's.
 
     ``Phi'_j(u) = Phi(u; params_j, t_j, m dt)``, the coarse operator of the field.
-
-    The arguments are those of `coarsen` and of `Rediscretize`.
     """
     return coarsen(level, Rediscretize(params), factor)
 

@@ -62,10 +62,7 @@ class Solution(NamedTuple):
         return f"Solution(y1={y1}, stats={stats}, result={result}, trajectory={trajectory}, aux={aux})"
 
     def raise_if_failed(self) -> "Solution":
-        """Return the solution itself, or raise `SolveError` with the cause and the remedy. Not under jit.
-
-        Serial propagation after all (``fallback=True``) is not a failure.
-        """
+        """Return the solution itself, or raise `SolveError`; not under jit. Serial propagation after all is not a failure."""
         if isinstance(self.result, jax.core.Tracer):
             raise SolveError(
                 "raise_if_failed() was called under jit or another transformation; call it on what they return."

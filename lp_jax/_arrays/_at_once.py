@@ -1,7 +1,4 @@
-"""Number of layers that are evaluated at once, and other choices between programs for the same numbers, by size.
-
-No other module depends on the device.
-"""
+"""Number of layers that are evaluated at once, and all other choices of programs that depend on the device."""
 
 import dataclasses
 import functools
@@ -225,8 +222,7 @@ _KERNEL_STEPS = {"H200": 1.7e-7, "H100": 1.7e-7}  # measured on an H200
 def processor(platform: str, kind: str = "") -> Processor:
     """Return the numbers of a device by its platform, "cpu" or another, and ``jax.Device.device_kind``.
 
-    They were measured on two cores with 32 MB of cache (docs/internals.md, "CPU facts") and on an H200 (docs/gpu.md). Other
-    kinds have the flops and bytes of a data sheet.
+    Measured on two cores (docs/internals.md) and on an H200 (docs/gpu.md); other kinds have flops and bytes of a data sheet.
     """
     if platform == "cpu":
         return CPU

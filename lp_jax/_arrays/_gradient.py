@@ -12,10 +12,7 @@ from lp_jax._arrays._types import PyTree
 
 
 def without_gradient(tree: PyTree, message: str) -> PyTree:
-    """Return ``tree``. Reverse mode through it raises ValueError(message).
-
-    ``lax.stop_gradient`` would silently make that gradient zero.
-    """
+    """Return ``tree``. Reverse mode through it raises ValueError(message), where ``lax.stop_gradient`` would give zeros."""
     return jax.tree.map(functools.partial(_untransposed.bind, message=message), tree)
 
 

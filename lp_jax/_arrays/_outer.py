@@ -18,10 +18,7 @@ DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[in
 
 
 def with_few_terms(program: core.ClosedJaxpr, terms: int) -> Callable[..., list[jax.Array]]:
-    """Turn a program into a function; products of at most ``terms`` rows with a matrix sum outer products for its gradient.
-
-    A CPU calls a library for each product, which takes several times as long as such a sum, one loop.
-    """
+    """Turn a program into a function; products of at most ``terms`` rows with a matrix sum outer products for its gradient."""
 
     def operation(equation: core.JaxprEqn, operands: list[jax.Array]) -> Sequence[jax.Array]:
         if _few(equation, terms):
@@ -43,10 +40,7 @@ _INLINED = ("jit", "pjit")
 
 
 def _few(equation: core.JaxprEqn, terms: int, least: int = 1) -> bool:
-    """Whether this is a product of ``least`` to ``terms`` rows with a matrix, in single or double precision.
-
-    It is not one where the compiler, or the types, spread rows over devices; within `shard_map` each device has its own.
-    """
+    """Whether this is a product of ``least`` to ``terms`` rows with a matrix, in at least single precision, on one device."""
     if equation.primitive.name != "dot_general":
         return False
     x, w, out = (array_type(v) for v in (*equation.invars, *equation.outvars))

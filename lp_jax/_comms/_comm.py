@@ -1,7 +1,6 @@
-"""Where the layers live. States cross from one worker to another here only.
+"""Where the layers live: in contiguous runs on a row of workers, which a `Comm` decides.
 
-The layers are spread over a row of workers in contiguous runs. A `Comm` decides the layers of each worker. `Workers` is the
-row as one worker sees it inside a solve: a solver has its own intervals, and asks for states beyond them.
+`Workers` is the row as one worker sees it inside a solve: a solver has its own intervals, and asks for states beyond them.
 """
 
 import abc

@@ -102,10 +102,8 @@ class MeshComm(Comm):
                 "gradient of its own share, and average them (jax.lax.pmean)."
             )
         unit = common_unit(solvers, layers)
-        steps = unit * math.ceil(math.ceil(layers / unit) / self.size)
-        return OnMesh(
-            layers=layers, held=(steps,) * self.size, sequential=self.sequential, mesh=self.automatic, axis=self.axis
-        )
+        held = (unit * math.ceil(math.ceil(layers / unit) / self.size),) * self.size
+        return OnMesh(layers=layers, held=held, sequential=self.sequential, mesh=self.automatic, axis=self.axis)
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
         # an array can be split into equal parts only

@@ -55,10 +55,7 @@ def _joined(parts: Sequence[jax.Array], f: Callable[[jax.Array], jax.Array]) -> 
 
 
 def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, listed: bool = False) -> PyTree:
-    """Apply ``f`` to all leaves at once, as one flat array; ``(n, size)`` for leaves ``(n, ...)`` if ``listed``.
-
-    Leaves of several dtypes, or of one that MPI does not know, are sent as bytes.
-    """
+    """Apply ``f`` to all leaves at once, as one flat array; ``(n, size)`` for leaves ``(n, ...)`` if ``listed``."""
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
@@ -66,7 +63,7 @@ def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, listed: b
     dtypes = {x.dtype for x in leaves}
     if len(dtypes) == 1 and str(leaves[0].dtype) in _KNOWN:
         encoded = [x.reshape(*x.shape[:lead], math.prod(x.shape[lead:])) for x in leaves]
-    else:
+    else:  # several dtypes, or one that MPI does not know
         encoded = [_encode(x, lead) for x in leaves]
     pairs = zip(_joined(encoded, f), leaves, strict=True)
     return jax.tree.unflatten(structure, [_decode(part, x, lead) for part, x in pairs])

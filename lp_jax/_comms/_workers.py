@@ -128,10 +128,7 @@ class Workers(abc.ABC):
         return self.index() == self.active - 1, min(at, n - 1)
 
     def incoming(self, u: CPoints, y0: State, span: int, *, reverse: bool) -> CPoints:
-        """Return the state that enters each entry of this worker: ``y0`` for the first, else the predecessor's ``u``.
-
-        A reversed chain begins with the last entry. One message of one state.
-        """
+        """Return the state that enters each entry of this worker: ``y0``, or the predecessor's ``u``. One message."""
         n = _tree.leading(u)
         if n == 0:
             return u

@@ -45,9 +45,7 @@ _TWICE = (
 class Program:
     """All that is static about a solve, and the functions that run it. `Arrays` hold the rest.
 
-    Equal programs are compiled once (`first_equal`): their functions are jitted, and JAX caches compiled programs.
-    On an MPI rank without layers they are inlined into the program around them: jaxlib 0.11 and 0.12 fail at a call that
-    takes only a token.
+    Its functions are jitted; on an MPI rank without layers inline, as jaxlib 0.11 and 0.12 fail at a call of only a token.
     """
 
     traced: Traced

@@ -208,3 +208,5 @@ def test_a_platforms_name_decides_where_that_was_measured_and_nowhere_else():
     measured = {"_arrays/_at_once.py", "nn/_convolution.py", "planning/_measure.py"}
     assert {str(path) for path in found if "cli" not in path.parts} == measured
     assert _at_once.processor("cpu") is CPU and _at_once.processor("rocm") is ACCELERATOR
+    with pytest.raises(ValueError, match=r"one of B200.*; got 'H10O'"):
+        _at_once.named("H10O")
