@@ -32,14 +32,13 @@ _SAME = (  # synonyms, of this field and of other libraries
 
 def integer(name: str, value: object, *, least: int) -> int:
     """Return ``value`` as an int; refuse it below ``least``."""
+    wanted = f"{name} must be an integer, at least {least}; got"
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # it refuses all others
     except TypeError:
-        raise TypeError(
-            f"{name} must be an integer, at least {least}; got {value!r} ({type(value).__name__})."
-        ) from None
+        raise TypeError(f"{wanted} {value!r} ({type(value).__name__}).") from None
     if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, at least {least}; got the boolean {value!r}.")
+        raise TypeError(f"{wanted} the boolean {value!r}.")
     if number < least:
         raise ValueError(f"{name} must be at least {least}; got {number}.")
     return number
