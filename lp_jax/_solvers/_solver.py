@@ -61,6 +61,13 @@ class Needs(NamedTuple):
         transfers: pairs (restrict, prolong) of the state from each level to the next coarser one; None where it keeps its size.
         steps: other steps of the user.
         averaged_axes: number of leading axes of examples, if the step is also evaluated at their mean; else 0.
+
+    Example:
+        >>> import lp_jax
+        >>> lp_jax.Newton(jacobian="shared", batch_axes=1).needs(64) == lp_jax.Needs(averaged_axes=1)
+        True
+        >>> lp_jax.Start(state=None).spent  # the other record that a solver returns
+        0
     """
 
     transfers: Sequence[Transfer | None] = ()
