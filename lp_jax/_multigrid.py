@@ -30,8 +30,9 @@ def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
         >>> import jax.numpy as jnp, lp_jax
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
         >>> levels = lp_jax.multigrid.hierarchy(problem, lp_jax.MGRIT(levels=3, coarsening=4))
-        >>> [level.steps for level in levels], lp_jax.multigrid.cascade(levels).shape
-        ([64, 16, 4], (16,))
+        >>> u = lp_jax.multigrid.cascade(levels)
+        >>> [level.steps for level in levels], u.shape, lp_jax.multigrid.prolong(levels[0], u).shape
+        ([64, 16, 4], (16,), (16,))
     """
     _inputs.solver("solver", solver)
     program, arrays = _traced.trace(problem.replace(comm=problem.comm.inside()), (solver,))
