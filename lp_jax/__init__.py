@@ -19,11 +19,9 @@ from lp_jax._comms._workers import Workers as Workers
 from lp_jax._levels._result import RESULTS as RESULTS
 from lp_jax._parallel import parallel as parallel
 from lp_jax._parallel import scans as scans
-from lp_jax._problem import Gradients as Gradients
 from lp_jax._problem import Problem as Problem
 from lp_jax._problem import solve as solve
 from lp_jax._problem import solve_vjp as solve_vjp
-from lp_jax._programs._asked import Results as Results
 from lp_jax._programs._asked import value_and_grad as value_and_grad
 from lp_jax._scan import scan as scan
 from lp_jax._scan import scanned as scanned
@@ -48,7 +46,6 @@ from lp_jax._solvers._sweeps import Picard as Picard
 from lp_jax._solvers._sweeps import Secant as Secant
 from lp_jax._solvers._sweeps import Windowed as Windowed
 from lp_jax.planning._calibrate import calibrate as calibrate
-from lp_jax.planning._gradient_error import GradientErrors as GradientErrors
 from lp_jax.planning._gradient_error import compare as compare
 from lp_jax.planning._gradient_error import gradient_error as gradient_error
 from lp_jax.planning._plan import plan as plan

@@ -40,39 +40,34 @@ def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
     return resolved.discretize(program.chain(program.slots(arrays.slices), arrays.y0, arrays.shared))
 
 
-def coarsen(level: Level, coarse_step: CoarseStep, factor: int = 1) -> Level:
-    """Return the next coarser level: a coarse step in the place of each interval.
+def rediscretize(
+    level: Level, params: str | Callable[[PyTree], PyTree] | CoarseStep = "inject", factor: int = 1
+) -> Level:
+    """Return the next coarser level: ``Phi'_j(u) = Phi(u; params_j, t_j, m dt)``, one layer in the place of each interval.
 
     Args:
         level: a level of the layers, not of an adjoint.
-        coarse_step: `Rediscretize`, `Picard` with fixed sweeps, `Identity`, or one of your own.
+        params: parameters of the coarse layers, as for `Rediscretize`; or another coarse step, as ``MGRIT.coarse_step`` takes it.
         factor: coarsening factor of the new level, 1 for the coarsest.
 
     Raises:
-        ValueError: for an adjoint level.
+        ValueError: for an adjoint level, and for unknown ``params``.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
         >>> from lp_jax import multigrid
         >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
         >>> fine, _ = multigrid.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
-        >>> multigrid.coarsen(fine, lp_jax.Picard(sweeps=2)).steps, multigrid.rediscretize(fine, "mean").steps
+        >>> multigrid.rediscretize(fine, "mean").steps, multigrid.rediscretize(fine, lp_jax.Picard(sweeps=2)).steps
         (16, 16)
     """
     if level.chain is None:
         raise ValueError(
-            "coarsen got an adjoint level. The coarse levels of an adjoint are those that a cycle is given."
+            "rediscretize got an adjoint level. The coarse levels of an adjoint are those that a cycle is given."
         )
+    coarse_step = params if isinstance(params, CoarseStep) else Rediscretize(params)
     steps = coarse_step.coarsen(level.chain, level.number + 1, level.interval_span, at_once=level.at_once)
     return coarser(level, steps, factor)
-
-
-def rediscretize(level: Level, params: str | Callable[[PyTree], PyTree] = "inject", factor: int = 1) -> Level:
-    """`coarsen` with `Rediscretize`: one layer with the whole dt in the place of each interval's.
-
-    ``Phi'_j(u) = Phi(u; params_j, t_j, m dt)``, the coarse operator of the field.
-    """
-    return coarsen(level, Rediscretize(params), factor)
 
 
 def march(level: Level) -> CPoints:

@@ -22,16 +22,7 @@ from lp_jax._solvers._solver import Solver, Stats
 
 
 class Gradients(NamedTuple):
-    """Gradients of a loss, shaped like the arguments of `solve`; the pullback of `solve_vjp` returns them.
-
-    Leaves that cannot be differentiated (integers, keys) hold ``float0`` zeros, as ``jax.vjp`` gives them.
-
-    Attributes:
-        params, y0, shared, data: gradients with respect to these arguments.
-        adjoint_trajectory: gradients with respect to the states that enter the intervals of the adjoint solver, leaves
-            ``(ceil(N / m), ...)``: an ``adjoint_guess`` for the next solve. None where JAX differentiates a scan (`Serial`
-            on one device).
-    """
+    """What the pullback of `solve_vjp` returns, which says what the fields are."""
 
     params: PyTree
     y0: State
@@ -157,7 +148,7 @@ def solve(
         guess: where the first iteration starts: "constant" (``y0`` at every point) or "zeros", unless it is a cascade
             of `MGRIT`; or states at the level-0 C-points after point 0, leaves ``(ceil(N / m), ...)``, such as
             ``Solution.trajectory`` of an earlier call. `MGRIT` then starts with a cycle.
-        adjoint_guess: where the adjoint solve starts: ``Gradients.adjoint_trajectory`` of an earlier `solve_vjp`; None is the
+        adjoint_guess: where the adjoint solve starts: ``gradients.adjoint_trajectory`` of an earlier `solve_vjp`; None is the
             solver's own start. ``jax.grad`` returns for this argument the trajectory at which the adjoint solve *ended*.
         comm: where the layers live: on one device (None), over a mesh (`MeshComm`) or over MPI ranks (`MPIComm`).
         has_aux: whether ``step`` returns ``(y_next, aux)``.
@@ -201,9 +192,12 @@ def solve_vjp(
     """`solve`, with its arguments, and the pullback of ``y1`` and ``aux`` that also returns the adjoint solve's stats.
 
     Returns:
-        The solution, and ``pullback(y1_cotangent, aux_cotangent=None) -> (gradients, adjoint_stats)``, whose `Gradients`
-        equal those of ``jax.grad`` through `solve`. ``aux_cotangent`` is a tree like ``aux``; None, as a whole or for
-        a leaf, is zero. Values that ``step`` closes over get no gradient here.
+        The solution, and ``pullback(y1_cotangent, aux_cotangent=None) -> (gradients, adjoint_stats)``. ``aux_cotangent`` is a
+        tree like ``aux``; None, as a whole or for a leaf, is zero. ``gradients`` has the fields ``params``, ``y0``, ``shared``
+        and ``data``, equal to ``jax.grad`` through `solve`, with ``float0`` zeros for integers and keys; and
+        ``adjoint_trajectory``, the gradients with respect to the states that enter the intervals of the adjoint solver, leaves
+        ``(ceil(N / m), ...)``: an ``adjoint_guess`` for the next solve, None where JAX differentiates a scan (`Serial` on one
+        device). Values that ``step`` closes over get no gradient here.
 
     Raises:
         ValueError: as `solve`; and over a mesh inside ``jax.set_mesh`` with explicit axes.
@@ -214,8 +208,8 @@ def solve_vjp(
         >>> solver = lp_jax.MGRIT(coarsening=2, iterations=3)
         >>> solution, pullback = lp_jax.solve_vjp(step, jnp.ones(8), jnp.ones(()), solver=solver)
         >>> gradients, adjoint_stats = pullback(jnp.ones(()))
-        >>> isinstance(gradients, lp_jax.Gradients), adjoint_stats.residual_norms.shape
-        (True, (3,))
+        >>> gradients.params.shape, adjoint_stats.residual_norms.shape
+        ((8,), (3,))
     """
     whole = Problem(step, params, y0, **problem)
     return whole.solve_vjp(solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess)

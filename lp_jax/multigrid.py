@@ -30,7 +30,6 @@ from lp_jax._levels._relax import prolong as prolong
 from lp_jax._levels._relax import residual as residual
 from lp_jax._levels._relax import restrict as restrict
 from lp_jax._multigrid import cascade as cascade
-from lp_jax._multigrid import coarsen as coarsen
 from lp_jax._multigrid import f_cycle as f_cycle
 from lp_jax._multigrid import hierarchy as hierarchy
 from lp_jax._multigrid import march as march

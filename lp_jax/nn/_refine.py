@@ -65,6 +65,12 @@ def coarsen(layers: PyTree, factor: int = 2) -> PyTree:
 
     The coarse network is another discretization of the same ODE; `coarsen` undoes `refine` with ``how="constant"``. Arguments,
     result and errors are those of `refine`; it is a ValueError, too, if the factor does not divide the number of layers.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lp_jax import nn
+        >>> nn.coarsen(jnp.asarray([1.0, 3.0, 5.0, 7.0]))
+        Array([2., 6.], dtype=float32)
     """
     _check.integer("factor", factor, least=1)
     number = _count(layers, "coarsen")

@@ -11,4 +11,3 @@ from lp_jax.planning._result import Plan as Plan
 from lp_jax.planning._schedule import training_step as training_step
 from lp_jax.planning._solvers import held as held
 from lp_jax.planning._solvers import with_effort as with_effort
-from lp_jax.planning._words import summary as summary

@@ -103,8 +103,8 @@ def default(problem: Problem) -> Default:
         >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
         >>> problem = lp_jax.Problem(step, jax.ShapeDtypeStruct((512, 64, 64), "float32"), jnp.zeros((32, 64), "float32"))
         >>> with planning.assume("H200"):
-        ...     print(planning.summary(planning.default(problem).solver))
-        32 Picard sweeps over the layers
+        ...     planning.default(problem).solver.sweeps
+        32
     """
     pair, seconds = _of_shapes(lambda problem: _traced.default(problem)[0], problem)
     return Default(*pair, seconds)

@@ -57,17 +57,7 @@ def iterations(solver: Solver) -> str:
 
 @functools.singledispatch
 def summary(part: object) -> str:
-    """Return a few words on a solver or a coarse step, for titles and notes.
-
-    Register a function for a class with ``@planning.summary.register``. The default is the number of iterations, or the name
-    of the class.
-
-    Example:
-        >>> import lp_jax
-        >>> from lp_jax import planning
-        >>> planning.summary(lp_jax.Picard(sweeps=2))
-        '2 Picard sweeps over the layers'
-    """
+    """Return a few words on a solver or a coarse step, for titles and notes."""
     return type(part).__name__
 
 

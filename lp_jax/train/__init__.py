@@ -41,5 +41,4 @@ from lp_jax.train._supervised import predict as predict
 from lp_jax.train._supervised import regression as regression
 from lp_jax.train._supervised import residuals as residuals
 from lp_jax.train._types import Info as Info
-from lp_jax.train._types import Metrics as Metrics
 from lp_jax.train._types import TrainState as TrainState

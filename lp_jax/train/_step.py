@@ -94,7 +94,6 @@ def make_train_step(
         >>> optimizer = optax.sgd(0.1)
         >>> state: train.TrainState = train.init_state(jnp.zeros((16, 3, 3)), optimizer)
         >>> step_fn = train.make_train_step(loss_fn, optimizer)
-        >>> metrics: train.Metrics
         >>> state, metrics = step_fn(state, (jnp.ones((8, 3)), jnp.ones((8, 3))), lp_jax.MGRIT(), None)
         >>> int(state.step), float(metrics.loss)
         (1, 0.0)

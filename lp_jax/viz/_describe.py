@@ -12,9 +12,8 @@ from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax._solvers._sweeps import Picard, Sweeps, Windowed
-from lp_jax.planning import summary
 from lp_jax.planning._path import Stop, path
-from lp_jax.planning._words import iterations
+from lp_jax.planning._words import iterations, summary
 
 MOST_ITERATIONS = 4  # that are drawn
 

@@ -12,10 +12,9 @@ from matplotlib.patches import Patch
 
 from lp_jax._solvers._coarse_step import CoarseStep
 from lp_jax._solvers._solver import Solver
-from lp_jax.planning import summary
 from lp_jax.planning._path import Stop
 from lp_jax.planning._schedule import count
-from lp_jax.planning._words import differences, iteration_name, numbered
+from lp_jax.planning._words import differences, iteration_name, numbered, summary
 from lp_jax.viz._describe import describe
 from lp_jax.viz._schedule import COLOURS
 from lp_jax.viz._style import BLUE, GREY, INK, LABEL, NOTE, RED, bracket, dress, figure, legend, note, whole_numbers

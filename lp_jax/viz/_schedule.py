@@ -13,9 +13,8 @@ from matplotlib.patches import Patch
 
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
-from lp_jax.planning import summary
 from lp_jax.planning._schedule import count
-from lp_jax.planning._words import numbered
+from lp_jax.planning._words import numbered, summary
 from lp_jax.planning._work import Event, Schedule
 from lp_jax.viz._style import BLUE, GREEN, INK, NOTE, ORANGE, PURPLE, RED, SKY, bracket, dress, figure, legend, note
 

@@ -15,6 +15,7 @@ import lp_jax
 from lp_jax import planning
 from lp_jax._arrays._at_once import CPU, Footprint, processor
 from lp_jax._levels import _result
+from lp_jax._programs import _asked
 from lp_jax._solvers._default import SERIAL, SWEEPS, Layers, choose
 
 H200 = processor("gpu", "NVIDIA H200")
@@ -403,4 +404,4 @@ def test_a_loop_hears_of_a_fallback_once():
     assert len(heard) == 2 and "propagated one after another" in str(heard[0].message)  # forward and adjoint
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        lp_jax.Results(jnp.int32(_result.DONE), jnp.int32(_result.SERIAL)).warn()
+        _asked.Results(jnp.int32(_result.DONE), jnp.int32(_result.SERIAL)).warn()

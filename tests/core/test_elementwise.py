@@ -17,7 +17,7 @@ from lp_jax._arrays._at_once import processor
 from lp_jax._solvers import _elementwise
 from lp_jax._solvers._elementwise import Elementwise, intervals, split
 from lp_jax.planning._schedule import count
-from lp_jax.planning._words import code
+from lp_jax.planning._words import code, summary
 
 STEPS, BATCH, UNITS = 26, 2, 4
 SOLVER = Elementwise()
@@ -199,7 +199,7 @@ def test_a_node_of_several_devices_is_none_of_one(monkeypatch):
 
 
 def test_it_is_planned_and_described():
-    assert planning.summary(SOLVER) == "serial, in one kernel" and code(SOLVER) == "Elementwise()"
+    assert summary(SOLVER) == "serial, in one kernel" and code(SOLVER) == "Elementwise()"
     assert count(SOLVER, 64).depth() == count(lp_jax.Serial(), 64).depth() == 64
     assert planning.with_effort(SOLVER, 3) == SOLVER
     assert viz.describe(SOLVER, 64).title.startswith("64 layers one after another")

@@ -149,17 +149,12 @@ def test_what_is_registered_for_a_solver_is_taken(page):
             return state["states"]
 
     solver = Jacobi()
-    assert planning.summary(solver) == "3 Jacobi iterations"
     with pytest.raises(TypeError, match=r"Jacobi has no field `iterations`; register .*planning.with_effort.register"):
         planning.with_effort(solver, 5)
 
     @planning.held.register
     def _(solver: Jacobi, machine: planning.Machine, layers: int, workers: int):
         return 7 * layers // workers, 5
-
-    @planning.summary.register
-    def _(part: Jacobi):
-        return f"{part.rounds} rounds"
 
     @planning.with_effort.register
     def _(solver: Jacobi, iterations: int):
@@ -173,7 +168,7 @@ def test_what_is_registered_for_a_solver_is_taken(page):
     assert planning.with_effort(solver, 5) == Jacobi(rounds=5)
     figure = viz.hierarchy(solver, 32)
     assert figure.get_suptitle() == "32 layers, round and round" and figure.get_supxlabel().startswith("A note.")
-    assert "3 rounds" in viz.schedule(solver, 32, workers=2).get_supxlabel()
+    assert "3 Jacobi iterations" in viz.schedule(solver, 32, workers=2).get_supxlabel()
     assert_close(gradient(page["problem"], Jacobi(rounds=32)), page["gradient"], 1e-12)  # changes no number of a solve
 
 
@@ -189,12 +184,6 @@ def test_a_coarse_step_of_a_class_runs_is_planned_and_drawn(page):
     assert page["error"](ours) == page["error"](theirs)
     assert count(ours, 32).work() == count(theirs, 32).work()
     assert "Coarse step: First." in viz.hierarchy(ours, 32).get_supxlabel()
-
-    @planning.summary.register
-    def _(part: First):
-        return "the first layer"
-
-    assert "Coarse step: the first layer." in viz.hierarchy(ours, 32).get_supxlabel()
 
 
 def test_a_comm_counts_the_messages_of_a_program(page):

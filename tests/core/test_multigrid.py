@@ -112,7 +112,7 @@ def test_rediscretization_makes_the_coarse_levels_of_a_solver(layers, params):
         assert (a.steps, a.factor, a.number, a.span) == (b.steps, b.factor, b.number, b.span)
         assert relative_error((a.xs, a.y0), (b.xs, b.y0)) == 0
     assert relative_error(mg.march(made), mg.march(middle)) == 0
-    swept = mg.coarsen(fine, lp_jax.Picard(sweeps=4))
+    swept = mg.rediscretize(fine, lp_jax.Picard(sweeps=4))
     assert relative_error(mg.march(swept), mg.march(fine)) < 1e-14  # as many sweeps as layers: exact
 
 
@@ -140,5 +140,5 @@ def test_what_is_refused():
         mg.rediscretize(levels[0])
         return mg.v_cycle(levels, u)
 
-    with pytest.raises(ValueError, match="coarsen got an adjoint level"):
+    with pytest.raises(ValueError, match="rediscretize got an adjoint level"):
         solved(lp_jax.MGRIT(cycle=looks, **SETTINGS))

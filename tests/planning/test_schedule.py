@@ -11,10 +11,10 @@ from relaxation import Relaxation
 
 import lp_jax
 from lp_jax import viz
-from lp_jax.planning import summary, training_step, with_effort
+from lp_jax.planning import training_step, with_effort
 from lp_jax.planning._schedule import count
 from lp_jax.planning._solvers import busiest
-from lp_jax.planning._words import code
+from lp_jax.planning._words import code, summary
 from lp_jax.viz._describe import variants
 
 N = 64
