@@ -130,16 +130,7 @@ def restrict(level: Level, u: CPoints) -> Points:
 
 
 def prolong(level: Level, v: Points) -> CPoints:
-    """Points of the next coarser level as C-points of ``level``, ``P v_j``. Leaves ``(intervals, ...)``.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from lp_jax import multigrid
-        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
-        >>> fine, coarse = multigrid.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
-        >>> multigrid.prolong(fine, multigrid.march(coarse)).shape
-        (16,)
-    """
+    """Points of the next coarser level as C-points of ``level``, ``P v_j``. Leaves ``(intervals, ...)``."""
     return v if level.transfer is None else jax.vmap(level.transfer[1])(v)
 
 

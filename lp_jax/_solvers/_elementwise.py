@@ -32,11 +32,8 @@ _BY_ITSELF = """abs add add_any and ceil clamp convert_element_type cos cosh div
 _BLOCK, _UNROLL = 32, 8  # numbers of a block, one for each thread; steps whose operands are loaded together
 _MOST = 1024  # operations of the steps whose operands are loaded together: longer programs take long to compile
 INTERPRET = False  # run it on any device, for tests
-_FULL, _LONG, _INTERVALS = (
-    16_384,
-    4096,
-    128,
-)  # numbers from which intervals lose; steps from which they gain; most intervals
+_FULL = 16_384  # numbers from which intervals lose
+_LONG, _INTERVALS = 4096, 128  # steps from which intervals gain; most of them
 
 
 def split(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> tuple[core.Jaxpr, core.Jaxpr, int, list[Any]] | str:
