@@ -29,7 +29,7 @@ from lp_jax.cli._experiment import experiment
 from lp_jax.cli._problems import prepare
 from lp_jax.planning._diagnose import Rehearsal
 from lp_jax.train import init_state, make_train_step
-from lp_jax.train._plan import inner
+from lp_jax.train._supervised import inner
 
 Case = tuple[str, str, lp_jax.Problem, Any]
 """A network's name, its state of training, what is solved, and the cotangent of the last state."""

@@ -176,7 +176,7 @@ def remarks(runs: Sequence[Run]) -> Iterator[str]:
 def gradient_errors(made: Experiment, params: PyTree) -> "Figure":
     """Draw gradient errors on the last batch, for several numbers of iterations and coarse steps."""
     from lp_jax import viz
-    from lp_jax.viz._describe import variants
+    from lp_jax.viz._hierarchy import variants
 
     (*_, batch), (solver, adjoint_solver) = made.batches(made.settings.training.epochs - 1), made.solvers
     setting = jax.config.read("jax_disable_most_optimizations")

@@ -29,7 +29,6 @@ from lp_jax.train._nested import deepen as deepen
 from lp_jax.train._nested import nested as nested
 from lp_jax.train._one_shot import one_shot as one_shot
 from lp_jax.train._penalty import depth_penalty as depth_penalty
-from lp_jax.train._plan import plan as plan
 from lp_jax.train._ranks import Ranks as Ranks
 from lp_jax.train._step import init_state as init_state
 from lp_jax.train._step import make_train_step as make_train_step
@@ -37,6 +36,7 @@ from lp_jax.train._supervised import classification as classification
 from lp_jax.train._supervised import cross_entropy as cross_entropy
 from lp_jax.train._supervised import evaluate as evaluate
 from lp_jax.train._supervised import mean_squared_error as mean_squared_error
+from lp_jax.train._supervised import plan as plan
 from lp_jax.train._supervised import predict as predict
 from lp_jax.train._supervised import regression as regression
 from lp_jax.train._supervised import residuals as residuals

@@ -146,12 +146,12 @@ class Checkpoints:
         return state
 
     def _steps(self) -> list[int]:
-        return [int(checkpoint.step) for checkpoint in self._checkpointer.checkpoints]
+        return sorted(int(checkpoint.step) for checkpoint in self._checkpointer.checkpoints)
 
     def _newest(self, template: TrainState) -> TrainState:
-        if not self._steps():
+        if not (steps := self._steps()):
             raise CheckpointError(f"no checkpoint in {self.folder}; start the run without resuming.")
-        *earlier, step = sorted(self._steps())
+        *earlier, step = steps
         path = self.folder / str(step)
         with _only_raised():
             try:

@@ -21,8 +21,6 @@ from lp_jax.planning._gradient_error import inner_products, relative_error
 from lp_jax.train._ranks import Ranks, total
 from lp_jax.train._types import Batch, LossFn
 
-Pair = tuple[Solver, Solver]
-
 
 class Control(NamedTuple):
     """Decision of a `Controller`: tolerances ``(2,)``, forward and adjoint; whether to train by serial propagation for now."""
@@ -47,8 +45,7 @@ class Controller:
         bound: largest error of the gradient, relative to ``of``.
         of: "noise", the standard deviation of the mini-batch gradient; or "gradient", the norm of the exact one.
         probe_every: number of steps between two probes. Early probes come sooner: at steps 0, 8 and 64.
-        least: smallest tolerance. If it does not keep the bound, training is serial.
-        most: largest tolerance.
+        least, most: smallest and largest tolerance. If the smallest does not keep the bound, training is serial.
         ranks: as for `make_train_step`.
 
     Example:
@@ -110,7 +107,7 @@ class Controller:
         """Whether to probe before this step, the first being 0."""
         return step in (0, 8, 64) or step % self.probe_every == 0
 
-    def solvers(self, control: Control, solver: Solver, adjoint_solver: Solver) -> Pair:
+    def solvers(self, control: Control, solver: Solver, adjoint_solver: Solver) -> tuple[Solver, Solver]:
         """Return the solvers of the steps that follow."""
         if control.serial:
             return Serial(), Serial()
@@ -157,12 +154,7 @@ _ATTEMPTS, _GRADIENTS = 5, 4  # largest number of attempts of a probe; gradients
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _measure(
-    loss_fn: LossFn,
-    ranks: Ranks | None,
-    params: PyTree,
-    batch: Batch,
-    solver: Solver,
-    adjoint_solver: Solver,
+    loss_fn: LossFn, ranks: Ranks | None, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver
 ) -> dict[str, jax.Array]:
     """Errors and noise of the gradient, relative to the norm of the exact one."""
     size = max((len(x) for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=0)

@@ -36,10 +36,7 @@ class Interrupted(RuntimeError):
 
 @contextlib.contextmanager
 def _first_signal() -> Iterator[Callable[[], int | None]]:
-    """Hold back the first SIGINT or SIGTERM; yield a function that returns it. A second one acts as usual.
-
-    It does nothing outside the main thread, where Python allows no handlers.
-    """
+    """Hold back the first SIGINT or SIGTERM; yield a function that returns it. A second one acts as usual."""
     received: list[int] = []
     with contextlib.ExitStack() as handlers:  # previous ones, restored on exit
 
@@ -47,7 +44,7 @@ def _first_signal() -> Iterator[Callable[[], int | None]]:
             received.append(number)
             handlers.close()
 
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 handlers.callback(signal.signal, number, signal.signal(number, receive))
         yield lambda: received[0] if received else None
@@ -83,7 +80,7 @@ def fit(
     meter: Meter = Silent(),
     agree: Callable[[int | None], int | None] | None = None,
 ) -> tuple[TrainState, Log]:
-    """Train from ``state`` to the end of the last epoch.
+    """Train from ``state`` to the end of the last epoch; return the last state and the log.
 
     A run that is resumed from a checkpoint has the same numbers as one without a break, bit for bit; the log is rewound to the
     state's step. When residual norms grow over the cycles of a solve, or a tolerance is not met, a warning is reported and logged
@@ -95,8 +92,8 @@ def fit(
         batches: ``batches(epoch)`` gives the batches of an epoch, always the same ones in the same order.
         steps_per_epoch: number of batches of an epoch.
         epochs: number of epochs of the whole run, including those before ``state``.
-        solver: solver of the forward solve. None takes the model's, or the default of `lp_jax.solve`.
-        adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``.
+        solver: solver of the forward solve, as for `make_train_step`.
+        adjoint_solver: solver of the adjoint solve, as for `make_train_step`.
         controller: sets the tolerances of the solvers. Its probes are rows of kind "control". To resume a run, put
             ``controller.begin(solver, adjoint_solver)`` into the state's ``control``.
         measures: measurements at some of the steps.
@@ -109,9 +106,6 @@ def fit(
         meter: display of the progress.
         agree: for several processes that train together, `Ranks.agree` for example: ``agree(signal)`` returns one of the
             signals (or None) that they received, so that all stop at the same step, when metrics are fetched.
-
-    Returns:
-        The last state and the log.
 
     Raises:
         DivergenceError: if loss, gradient or parameters are not finite; the message has advice.
@@ -261,13 +255,10 @@ class _Recorder:
             }
             self.write("train", number, **{name: value for name, value in columns.items() if value is not None})
             if not metrics.finite:
-                latest = None if self.checkpoints is None else self.checkpoints.latest
-                folder = self.checkpoints and self.checkpoints.folder
-                said = f"The last checkpoint is that of step {latest}, in {folder}."
-                raise DivergenceError(
-                    f"{divergence_message(number, metrics, self.batch_of(number))} "
-                    f"{'No checkpoint was saved before.' if latest is None else said}"
-                )
+                said, saved = "No checkpoint was saved before.", self.checkpoints
+                if saved is not None and saved.latest is not None:
+                    said = f"The last checkpoint is that of step {saved.latest}, in {saved.folder}."
+                raise DivergenceError(f"{divergence_message(number, metrics, self.batch_of(number))} {said}")
             self.warn("forward", number, convergence_warning("forward", norms, float(info.scale), int(info.result)))
             if metrics.adjoint_result is not None:
                 self.warn("adjoint", number, convergence_warning("adjoint", (), result=int(metrics.adjoint_result)))

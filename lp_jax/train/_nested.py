@@ -132,30 +132,27 @@ def nested(
         return max(begun, default=0)  # a complete checkpoint is named by its number
 
     reached = newest() if ranks is None else ranks.once(newest)
-    state = replicate_rest(init_state(loss(model)[1], optimizer))
-    last = 0
+    state, last = init_state(loss(model)[1], optimizer), 0
     for i, (depth, factor, path) in enumerate(zip(depths, factors, folders, strict=True)):
         last += depth.epochs
         if i > 0:
             model, state = deepen(model, state, optimizer, factor, how=how, loss=loss)
-            state = replicate_rest(state)
         if i < reached:
             continue
+        state = replicate_rest(state)
         with contextlib.ExitStack() as stack:
             if path is not None:
                 about = {**(config or {}), "layers": depth.layers}
-                checkpoints = stack.enter_context(
-                    Checkpoints(path, config=about, skip_damaged=skip_damaged, ranks=ranks)
-                )
+                checkpoints = Checkpoints(path, config=about, skip_damaged=skip_damaged, ranks=ranks)
+                stack.enter_context(checkpoints)
                 options = {**options, "checkpoints": checkpoints}
                 if checkpoints.latest is None:
                     checkpoints.save(state)
                 state = checkpoints.restore(state)
             log.rewind(int(state.step))
             if depth.layers not in [row["layers"] for row in log.of("depth")]:
-                counted = planning.training_step(
-                    depth.solver, depth.adjoint_solver or depth.solver.for_adjoint(), depth.layers
-                )
+                adjoint = depth.adjoint_solver or depth.solver.for_adjoint()
+                counted = planning.training_step(depth.solver, adjoint, depth.layers)
                 cost = {"work": counted.work(), "depth": counted.depth()}
                 log.write(kind="depth", step=int(state.step), layers=depth.layers, **cost)
             state, _ = fit(

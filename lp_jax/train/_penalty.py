@@ -28,11 +28,8 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
         sweeps: number of sweeps, at least 2.
         rtol: tolerance of the residual norm, relative to that of the first sweep.
 
-    Returns:
-        The penalty, a scalar of the state's real dtype. Weights of a few hundredths are a good start for losses near 1.
-
-    Raises:
-        ValueError: also if the layers are spread over MPI ranks.
+    Returns a scalar. Weights of a few hundredths are a good start for losses near 1. ValueError if the layers are spread over MPI
+    ranks.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -52,8 +49,7 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
         raise ValueError(f"rtol must lie between 0 and 1; got {rtol!r}.")
     if problem.comm.splits:
         raise ValueError(
-            f"depth_penalty sums over all layers, and they are spread over {problem.comm.size} ranks. Use a mesh (MeshComm) "
-            "instead."
+            f"depth_penalty sums over all layers; got {problem.comm.size} ranks. Use a mesh (MeshComm) instead."
         )
     times = _inputs.times(problem.t0, problem.t1, problem.layers, _tree.real_dtype(problem.y0))
     index = jnp.arange(problem.layers, dtype=jnp.int32)

@@ -132,9 +132,8 @@ def make_train_step(
                 return value, info.trajectory if guesses else None
 
             slope = total(ranks, jax.tree.map(lambda g, u: jnp.sum(g * u), gradient, updates))
-            params, trajectory, trials, stuck = line_search.along(
-                updates, state.params, loss, slope, evaluate, trajectory
-            )
+            at = state.params, loss, slope
+            params, trajectory, trials, stuck = line_search.along(updates, *at, evaluate, trajectory)
         ended = None if state.restart is None else Restart(trajectory, adjoint_trajectory)
         after = state._replace(params=params, opt_state=opt_state, restart=ended)
         after, metrics = finish_step(after, loss, gradient, info, ranks)

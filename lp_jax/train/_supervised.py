@@ -1,4 +1,4 @@
-"""Classification and regression by an NNX model that is solved layer-parallel."""
+"""Classification and regression by an NNX model that is solved layer-parallel, and the plan of its solvers."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -11,11 +11,12 @@ import optax
 from flax import nnx
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._types import PyTree
+from lp_jax._arrays._types import PyTree, State
 from lp_jax._problem import Problem
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
 from lp_jax.nn import Classifier, LayerParallel
+from lp_jax.planning import Plan, _plan
 from lp_jax.train._types import Batch, Info, LossFn, Restart
 
 Measure: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -109,6 +110,8 @@ def classification(
         (4, 10)
         >>> train.residuals(model, params, (x, labels), lp_jax.Picard(sweeps=3)).adjoint.residual_norms.shape
         (3,)
+        >>> train.plan(model, params, (x, labels), seconds=0.1).error
+        0.01
         >>> loss_fn, params = train.regression(model)
         >>> loss, info = loss_fn(params, (x, values), lp_jax.MGRIT(), None)
         >>> loss.shape, info.correct
@@ -250,3 +253,42 @@ def split_batch(batch: Batch) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
         raise TypeError(f"a batch must be (x, labels), or (x, labels, key) for a model with dropout; got {got}.")
     x, labels, *key = batch
     return x, labels, {"key": key[0]} if key else {}
+
+
+def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross_entropy) -> tuple[Problem, State]:
+    """Return the problem of a classifier's layers, of the longest block, and the cotangent of its last state."""
+    graphdef = nnx.graphdef(model)
+
+    def parts_of(model: Classifier) -> list[Any]:
+        return list(getattr(model.trunk, "parts", [model.trunk]))
+
+    lengths = [getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0 for part in parts_of(model)]
+    longest = lengths.index(max(lengths))
+
+    def run(y: State, some: list[Any], context: dict[str, PyTree]) -> State:
+        for part in some:
+            y = part.solve(y, **context, solver=Serial()).y1 if hasattr(part, "solve") else part(y)
+        return y
+
+    @jax.jit
+    def around(params: PyTree, x: PyTree, targets: PyTree, keys: dict[str, jax.Array]) -> tuple[State, PyTree, State]:
+        merged = nnx.merge(graphdef, params)
+        parts = parts_of(merged)
+        context = {**merged.context_of(x), **keys}
+        y = run(merged.opening(x), parts[:longest], context)
+        y1 = run(y, parts[longest : longest + 1], context)
+        after = parts[longest + 1 :]
+        return y, context, jax.grad(lambda y: loss(merged.closing(run(y, after, context)), targets))(y1)
+
+    y, context, cotangent = around(params, *split_batch(batch))
+    return parts_of(nnx.merge(graphdef, params))[longest].problem(y, **context), cotangent
+
+
+def plan(model: Classifier, params: PyTree, batch: Batch, *, loss: Measure = cross_entropy, **options: Any) -> Plan:
+    """Plan the layers of a classifier with `lp_jax.plan`, for the state and the cotangent of a batch.
+
+    Arguments are those of `residuals`. The options are those of `lp_jax.plan`: ``error``, ``workers``, ``machine``, ``seconds``
+    and others. `classification` has an example.
+    """
+    problem, cotangent = inner(model, params, batch, loss)
+    return _plan.plan(problem, cotangent=cotangent, **options)

@@ -65,8 +65,8 @@ class Metrics(NamedTuple):
         gradient_norm: 2-norm of the gradient over all parameters.
         finite: whether loss, gradient and updated parameters are finite.
         info: auxiliary output of the loss function.
-        trials: number of step lengths that the line search tried; None without one.
-        stuck: whether no trial was good enough, so that the parameters did not change; None without a line search.
+        trials, stuck: number of step lengths that the line search tried, and whether none was good enough, so that the
+            parameters did not change; None without a line search.
         gradients: cost of the step in gradients of the network, trials included; None for one gradient and the trials.
         adjoint_result: worst result code of the adjoint solves, one of `lp_jax.RESULTS`; None if it was not watched.
     """

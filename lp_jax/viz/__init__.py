@@ -13,8 +13,8 @@ except ModuleNotFoundError as error:
 
 from lp_jax.viz._answers import confusion as confusion
 from lp_jax.viz._answers import predictions as predictions
-from lp_jax.viz._describe import Described as Described
-from lp_jax.viz._describe import describe as describe
+from lp_jax.viz._hierarchy import Described as Described
+from lp_jax.viz._hierarchy import describe as describe
 from lp_jax.viz._hierarchy import hierarchy as hierarchy
 from lp_jax.viz._plan import plan as plan
 from lp_jax.viz._schedule import schedule as schedule

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from lp_jax.viz._style import BLUE, DASHED, INK, LABEL, NOTE, TICK, dress, figure
 
-_MOST_NAMES = 40  # legible along an axis
+_MOST_NAMES, _MOST_PANELS = 40, 4  # legible along an axis, and side by side
 
 
 def confusion(matrix: np.ndarray, names: Sequence[str] = ()) -> Figure:
@@ -54,18 +54,10 @@ def confusion(matrix: np.ndarray, names: Sequence[str] = ()) -> Figure:
     return fig
 
 
-_MOST_PANELS = 4
-
-
 def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
-    """Draw answers against true values, a panel for each value, at most four.
+    """Draw answers against true values, of shapes ``(samples,)`` or ``(samples, values)``; a panel for each value, at most four.
 
-    Args:
-        truth: true values, ``(samples,)`` or ``(samples, values)``.
-        answers: answers of the model, of the same shape.
-
-    Raises:
-        ValueError: if the shapes differ, the number of axes is wrong, or there is no sample.
+    ValueError if the shapes differ, the number of axes is wrong, or there is no sample.
 
     Example:
         >>> import numpy as np

@@ -1,25 +1,32 @@
-"""The grid levels of a solver and its path through them."""
+"""The grid levels of a solver and its path through them: a title, a note and stops for each class of solvers."""
 
+import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lp_jax._solvers._coarse_step import CoarseStep
+from lp_jax._solvers._coarse_step import CoarseStep, Identity, Rediscretize
+from lp_jax._solvers._elementwise import Elementwise
+from lp_jax._solvers._mgrit import MGRIT
+from lp_jax._solvers._newton import Newton
+from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
-from lp_jax.planning._path import Stop
+from lp_jax._solvers._sweeps import Picard, Sweeps, Windowed
+from lp_jax.planning._path import Stop, path
 from lp_jax.planning._schedule import count
-from lp_jax.planning._words import differences, iteration_name, numbered, summary
-from lp_jax.viz._describe import describe
+from lp_jax.planning._words import differences, iteration_name, iterations, numbered, summary
 from lp_jax.viz._schedule import COLOURS
 from lp_jax.viz._style import BLUE, GREY, INK, LABEL, NOTE, RED, bracket, dress, figure, legend, note, whole_numbers
 
 _MOST_POINTS = 36  # of the finest level that are drawn in a row
+_MOST_ITERATIONS = 4  # that are drawn
 
 
 def hierarchy(solver: Solver, num_layers: int, *, t1: float = 1.0, adjoint_solver: Solver | None = None) -> Figure:
@@ -29,11 +36,7 @@ def hierarchy(solver: Solver, num_layers: int, *, t1: float = 1.0, adjoint_solve
     otherwise, which layers are evaluated at the same time, and which wait. Iterations after the fourth, and points of later
     intervals, are left out.
 
-    Args:
-        solver: solver of the forward solve.
-        num_layers: number of layers.
-        t1: time at which the last layer ends; the first one begins at 0.
-        adjoint_solver: solver of the adjoint solve, described in a line below; None means the settings of ``solver``.
+    The solvers are those of `lp_jax.solve`; a line below describes the adjoint solve.
 
     Example:
         >>> import lp_jax
@@ -192,3 +195,83 @@ def _words(value: object) -> str:
     if isinstance(value, CoarseStep):
         return summary(value)
     return ", ".join(map(_words, value)) if isinstance(value, tuple) else str(value)
+
+
+class Described(NamedTuple):
+    """Title of a picture of a solve, and a note below it. ``grid`` and ``stops`` are empty for a single level.
+
+    ``grid`` holds (number of steps, coarsening factor) of every level, finest first, and ``stops`` the path of the first
+    iterations through the levels.
+    """
+
+    title: str
+    note: str = ""
+    grid: Sequence[tuple[int, int]] = ()
+    stops: Sequence[Stop] = ()
+
+
+@functools.singledispatch
+def describe(solver: Solver, layers: int) -> Described:
+    """Return the title, note and path for a picture of a solve.
+
+    Register a function for a class of solvers with ``@viz.describe.register``.
+
+    Example:
+        >>> import lp_jax
+        >>> from lp_jax import viz
+        >>> viz.describe(lp_jax.Serial(), 64).title
+        '64 layers one after another: serial propagation'
+    """
+    return Described(f"{layers} layers, {summary(solver)}: no coarse level")
+
+
+@describe.register
+def _(solver: MGRIT, layers: int) -> Described:
+    grid = solver.grid(layers)
+    rest = f"only {grid[-1][0]} coarse steps remain one after another"
+    if solver.coarse_step == Identity():
+        rest = "the coarse solve is a prefix sum"
+    note = "F, C: relaxation of the F- and C-points; FC at the end: final sweep."
+    stops = path(solver, layers, min(solver.iterations, _MOST_ITERATIONS))
+    title = f"{layers} layers on {len(grid)} levels: {rest}"
+    return Described(title, f"{note} Coarse step: {summary(solver.coarse_step)}.", grid, stops)
+
+
+@describe.register
+def _(solver: Sweeps, layers: int) -> Described:
+    most = f"{iterations(solver)} at most" if solver.has_tolerance else iterations(solver)
+    note = "each sweep evaluates every layer at once and adds the increments up"
+    return Described(f"{layers} layers at once, {most}: no coarse level", note)
+
+
+@describe.register
+def _(solver: Windowed, layers: int) -> Described:
+    note = "sweeps go over one window after the other, the last one over all layers; each adds increments up"
+    return Described(f"{layers} layers in {solver.windows} windows, {iterations(solver)}", note)
+
+
+@describe.register
+def _(solver: Newton, layers: int) -> Described:
+    note = "each iteration linearises every layer at once and solves the linear chain by a scan of logarithmic depth"
+    return Described(f"{layers} layers at once, {summary(solver)}: no coarse level", note)
+
+
+@describe.register
+def _(solver: Serial | Elementwise, layers: int) -> Described:
+    return Described(f"{layers} layers one after another: serial propagation", "exact, and the baseline")
+
+
+def variants(solver: Any) -> dict[str, Solver]:
+    """Return the solvers, by name, that a picture of the gradient's error compares: of one with a coarse step, others."""
+    own: CoarseStep | None = getattr(solver, "coarse_step", None)
+    if own is None:
+        return {type(solver).__name__: solver}
+    others: dict[str, CoarseStep] = {
+        "injection": Rediscretize(params="inject"),
+        "mean of parameters": Rediscretize(params="mean"),
+        "1 Picard sweep": Picard(sweeps=1),
+        "2 Picard sweeps": Picard(sweeps=2),
+    }
+    if own not in others.values():
+        others["this run's coarse step"] = own
+    return {name: dataclasses.replace(solver, coarse_step=step) for name, step in others.items()}

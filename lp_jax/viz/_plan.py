@@ -28,7 +28,7 @@ def plan(found: Plan) -> Figure:
     looked_at = [(1e3 * c.cost.seconds, c.error) for c in found.choices if c.error and math.isfinite(c.error)]
     *first, ax = fig.subplots(1, 2 if looked_at else 1, squeeze=False)[0]
     if first:
-        _errors(first[0], found, looked_at)
+        _draw_errors(first[0], found, looked_at)
     lines = {"layers": "layers", "data": "examples", "both": "layers and examples", "pipeline": "pipeline"}
     for i, (field, name) in enumerate(lines.items()):
         spent = [(row.devices, getattr(row, field)) for row in found.scaling()]
@@ -58,8 +58,7 @@ def _title(result: Plan) -> str:
     return f"{result.layers} layers{where}: {solvers}, predicted {times(result.speedup)} times as fast as serial"
 
 
-def _errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]]) -> None:
-    """Draw gradient error against predicted time, for all solvers with a measured gradient."""
+def _draw_errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]]) -> None:
     for name, good, marker, colour in (("exact enough", True, "o", BLUE), ("not exact enough", False, "x", GREY)):
         points = [(ms, error) for ms, error in looked_at if (error <= result.error) is good]
         if points:

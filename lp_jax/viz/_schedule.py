@@ -15,7 +15,7 @@ from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._schedule import count
 from lp_jax.planning._words import numbered, summary
-from lp_jax.planning._work import Event, Schedule
+from lp_jax.planning._work import Event
 from lp_jax.viz._style import BLUE, GREEN, INK, NOTE, ORANGE, PURPLE, RED, SKY, bracket, dress, figure, legend, note
 
 COLOURS = collections.defaultdict(
@@ -61,16 +61,8 @@ def schedule(solver: Solver, num_layers: int, *, workers: int = 8, adjoint_solve
     """Draw the work of each worker over time in a training step, value and gradient.
 
     Time counts evaluations of a layer, as `lp_jax.planning.training_step` does: of one after another if the solver's
-    ``at_once`` is "auto". Messages take no time. With a tolerance, the largest number of iterations is drawn.
-
-    Args:
-        solver: solver of the forward solve.
-        num_layers: number of layers, on all workers.
-        workers: number of workers that the layers are spread over.
-        adjoint_solver: solver of the adjoint solve; None means the settings of ``solver``, as in `lp_jax.solve`.
-
-    Raises:
-        ValueError: for fewer than one layer or worker.
+    ``at_once`` is "auto". Messages take no time. With a tolerance, the largest number of iterations is drawn. The layers are
+    spread over the workers; solvers are those of `lp_jax.solve`. ValueError for fewer than one layer or worker.
 
     Example:
         >>> import lp_jax
@@ -100,10 +92,9 @@ def schedule(solver: Solver, num_layers: int, *, workers: int = 8, adjoint_solve
     at, side = (0.99, "right") if shown > end / 2 else (1.02, "left")
     ax.text(at * shown, workers, text, ha=side, va="center", fontsize=NOTE, color=INK)
     ax.set(xlim=(0, end), ylim=(workers + 0.6, -1.6))
-    names = {}  # of some workers, if there are many
-    for worker, own in list(enumerate(parts(solver.resolve(num_layers), num_layers, workers)))[
-        :: -(-workers // _MOST_LABELS)
-    ]:
+    names, owned = {}, parts(solver.resolve(num_layers), num_layers, workers)
+    for worker in range(0, workers, math.ceil(workers / _MOST_LABELS)):  # some, if there are many
+        own = owned[worker]
         some = f"layers {own[0]}-{own[-1]}" if len(own) > 1 else f"layer {own[0]}" if own else "no layers"
         names[worker] = f"worker {worker}: {some}"
     ax.set_yticks([*names, workers], [*names.values(), "serial,\none worker"])
@@ -130,13 +121,8 @@ def schedule(solver: Solver, num_layers: int, *, workers: int = 8, adjoint_solve
 def timelines(pair: tuple[Solver, Solver], layers: int, workers: int) -> tuple[Timeline, Timeline]:
     """Forward and adjoint solve, each from time 0."""
     kept = pair[0].resolve(layers).keeps_states
-
-    def one(solver: Solver, *, adjoint: bool) -> Timeline:
-        active = sum(map(bool, parts(solver.resolve(layers), layers, workers)))
-        work = count(solver, layers, workers=active, at_once=1, kept=kept, adjoint=adjoint)
-        return timeline(work, active, adjoint=adjoint)
-
-    return one(pair[0], adjoint=False), one(pair[1], adjoint=True)
+    forward = _timeline(pair[0], layers, workers, kept=kept, adjoint=False)
+    return forward, _timeline(pair[1], layers, workers, kept=kept, adjoint=True)
 
 
 def parts(solver: Solver, layers: int, workers: int) -> list[range]:
@@ -146,11 +132,13 @@ def parts(solver: Solver, layers: int, workers: int) -> list[range]:
     return [range(min(n * size, layers), min((n + 1) * size, layers)) for n in range(workers)]
 
 
-def timeline(described: Schedule, workers: int, *, adjoint: bool) -> Timeline:
+def _timeline(solver: Solver, layers: int, workers: int, *, kept: bool, adjoint: bool) -> Timeline:
     """Return the blocks and messages of all workers over time, from the events of a solve.
 
     Events that belong together are a loop that goes from worker to worker, messages at one time, or a batch.
     """
+    workers = sum(map(bool, parts(solver.resolve(layers), layers, workers)))  # those with layers
+    events = count(solver, layers, workers=workers, at_once=1, kept=kept, adjoint=adjoint).events
     blocks: list[Block] = []
     messages: list[Message] = []
     now, way = 0.0, -1 if adjoint else 1
@@ -159,7 +147,7 @@ def timeline(described: Schedule, workers: int, *, adjoint: bool) -> Timeline:
     def key(event: Event) -> tuple[bool, bool, str]:
         return event.in_turn, event.kind == "message" and not event.in_turn, event.phase if event.in_turn else ""
 
-    for (in_turn, sent, _), group in itertools.groupby(described.events, key):
+    for (in_turn, sent, _), group in itertools.groupby(events, key):
         work = _lengths(event for event in group if event.kind != "message")
         turns = [[worker] for worker in order] if in_turn else [list(order)]
         for active in turns:

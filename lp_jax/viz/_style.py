@@ -49,10 +49,8 @@ def dress(ax: Axes, *, x: str, y: str, title: str = "") -> None:
     ax.tick_params(labelsize=TICK, colors=GREY, which="both")
     ax.grid(True, which="major", color=FAINT, linewidth=0.8)
     ax.set_axisbelow(True)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        ax.spines[side].set_color(GREY)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color(GREY)
 
 
 def line_style(number: int, *, marked: bool = False) -> dict[str, Any]:

@@ -68,11 +68,8 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
     Seconds are the sum of ``step_time`` up to an evaluation. The title compares the fastest run with the first one.
 
     Args:
-        runs: as for `curves`; rows of kind "train" have ``step_time``, those of kind "test" ``accuracy``.
+        runs: as for `curves`, with its errors; rows of kind "train" have ``step_time``, those of kind "test" ``accuracy``.
         target: accuracy to reach, from 0 to 1; None takes the best one that all runs reach.
-
-    Raises:
-        ValueError: if there are no runs, or a run has no step of training or no evaluation.
 
     Example:
         >>> from lp_jax import viz
@@ -85,10 +82,8 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
     _require(runs, "train", "test")
     lines = {}
     for name, rows in runs.items():
-        (steps, times), (evaluated, accuracies) = (
-            _columns(rows, "train", "step_time"),
-            _columns(rows, "test", "accuracy"),
-        )
+        steps, times = _columns(rows, "train", "step_time")
+        evaluated, accuracies = _columns(rows, "test", "accuracy")
         if not np.isfinite(accuracies).any():
             raise ValueError(f"the run {name!r} has no row of kind 'test' with an accuracy.")
         total = np.cumsum([0.0, *np.nan_to_num(times)])
@@ -116,11 +111,8 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
     """Draw training loss against its cost: work and depth.
 
     Args:
-        runs: as for `curves`. Rows of kind "train" have ``loss``, and up to there ``work``, evaluations of layers times their
-            examples, and ``depth``, evaluations one after another. The second half shows runs with depth only.
-
-    Raises:
-        ValueError: if there are no runs, or a run has no step of training.
+        runs: as for `curves`, with its errors. Rows of kind "train" have ``loss``, and up to there ``work``, evaluations of
+            layers times their examples, and ``depth``, evaluations one after another. The second half shows runs with depth only.
 
     Example:
         >>> from lp_jax import viz

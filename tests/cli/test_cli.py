@@ -298,7 +298,7 @@ def finished(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.setattr(_report, "ITERATIONS", 1)
-        patch.setattr(viz._describe, "variants", variants)
+        patch.setattr(viz._hierarchy, "variants", variants)
         with pytest.raises(SystemExit) as caught:
             main(["train", "digits", "--out", str(folder), *SMALL, *CYCLES])
     assert caught.value.code == 0

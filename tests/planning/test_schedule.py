@@ -15,7 +15,7 @@ from lp_jax.planning import training_step, with_effort
 from lp_jax.planning._schedule import count
 from lp_jax.planning._solvers import busiest
 from lp_jax.planning._words import code, summary
-from lp_jax.viz._describe import variants
+from lp_jax.viz._hierarchy import variants
 
 N = 64
 PICARD = {s: lp_jax.Picard(sweeps=s) for s in (1, 2)}
