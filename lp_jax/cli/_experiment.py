@@ -23,6 +23,10 @@ from lp_jax.train._controller import gradient_error
 from lp_jax.train._log import Row, unflat
 from lp_jax.train._types import Batch, LossFn
 
+SERIAL: Pair = (Serial(), Serial())
+_training_step = functools.lru_cache(maxsize=1024)(planning.training_step)
+_count = functools.lru_cache(maxsize=1024)(count)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
@@ -47,22 +51,16 @@ class Experiment:
         return self.place.loss(loss_fn), self.place.everywhere(params)
 
     @functools.cached_property
-    def _training(self) -> tuple[LossFn, PyTree]:
-        return self.loss(self.model)
-
-    @property
     def loss_fn(self) -> LossFn:
-        """Loss of training."""
-        return self._training[0]
+        return self.place.loss(self.task.loss(self.model)[0])
 
-    @property
+    @functools.cached_property
     def params(self) -> PyTree:
         """The initial parameters."""
-        return self._training[1]
+        return self.place.everywhere(self.task.loss(self.model)[1])
 
     @property
     def exact(self) -> bool:
-        """Whether both solvers are exact."""
         return all(solver.exact for solver in self.solvers)
 
     def batches(self, epoch: int) -> Iterator[Batch]:
@@ -113,9 +111,6 @@ def experiment(
     return Experiment(settings=settings, task=task, solvers=pair, place=place, model=model)
 
 
-SERIAL: Pair = (Serial(), Serial())
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A finished training."""
@@ -150,10 +145,6 @@ class Run:
             summary |= {name: probes[-1][name] for name in ("gradient_error", "gradient_cosine")}
             summary["gradient_error_step"] = probes[-1]["step"]
         return summary
-
-
-_training_step = functools.lru_cache(maxsize=1024)(planning.training_step)
-_count = functools.lru_cache(maxsize=1024)(count)
 
 
 def with_costs(rows: Sequence[Row], solvers: Pair, *, layers: int, examples: int) -> list[Row]:

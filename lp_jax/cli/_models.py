@@ -25,6 +25,9 @@ from lp_jax.train._types import Batch, LossFn
 Predict = Callable[[PyTree], np.ndarray]
 """A function from a batch of inputs to outputs."""
 
+Pair = tuple[Solver, Solver]
+"""A forward and an adjoint solver."""
+
 
 def check_sizes(settings: Any) -> None:
     """Refuse settings of a model or a training that are not positive, or too large for arrays of JAX."""
@@ -117,9 +120,6 @@ def _scaled(x: PyTree) -> PyTree:
     return x.astype(np.float32) / np.float32(255) if getattr(x, "dtype", None) == np.uint8 else x
 
 
-Pair = tuple[Solver, Solver]
-"""A forward and an adjoint solver."""
-
 # A step changes the state of recurrent units too much for sweeps over all of them. Gradient errors at width 64, trained on
 # BasicMotions for 240 steps: these cycles 5e-2, Picard(2) 4e-1, injection with 2/1 cycles 9e-1. On a device that is not full,
 # `Newton(iterations=4, relaxations=16)` has 3e-2 at half the depth and five times the work.
@@ -145,7 +145,6 @@ class Model(abc.ABC):
 
     @property
     def dropout(self) -> float:
-        """Dropout rate."""
         return 0.0
 
     def __post_init__(self) -> None:
@@ -248,17 +247,8 @@ class GRU(Model):
 
     def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
         gru = nn.GRU(task.shape[-1], self.width, units=self.units, dt=t1 / layers, rngs=rngs, **solve)
-        return nn.Classifier(unchanged, gru, LastUnit(self.width, task.outputs, rngs=rngs))
-
-
-class LastUnit(nnx.Module):
-    """A dense layer on the last state of the uppermost unit."""
-
-    def __init__(self, width: int, classes: int, *, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(width, classes, rngs=rngs)
-
-    def __call__(self, states: tuple[jax.Array, ...]) -> jax.Array:
-        return self.linear(states[-1])
+        uppermost = nnx.Sequential(itemgetter(-1), nnx.Linear(self.width, task.outputs, rngs=rngs))
+        return nn.Classifier(unchanged, gru, uppermost)
 
 
 def _is_token(tokens: jax.Array) -> jax.Array:

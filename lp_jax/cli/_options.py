@@ -34,6 +34,8 @@ _FIRST = {
 }
 """Options of the short help."""
 
+_MOST = 10_000  # values in a file of options
+
 
 class _ShortHelp(argparse.Action):
     """``--help``: show the options that most runs take."""
@@ -86,9 +88,6 @@ def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
     pairs = [*itertools.pairwise(words), *((f"--{name}", value) for name, value in _leaves(in_file))]
     look.named = {value for name, value in pairs if re.match("--(adjoint_)?solver", name) and isinstance(value, str)}
     return look
-
-
-_MOST = 10_000  # of a file of options
 
 
 def _options_in(path: Path) -> dict[str, Any]:

@@ -19,6 +19,10 @@ from lp_jax.train._types import Batch
 
 T = TypeVar("T")
 
+_LENGTHS = (16, 32, 64, 144)  # of sentences
+_SENTENCES, _WORDS = 5, range(5, 21)  # how many are shown, and how long
+_PROMPT, _WRITTEN, _TEMPERATURE = 32, 200, 0.7  # characters of the text that is continued, of the continuation
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -58,10 +62,6 @@ def timeseries(training: Training, data: Path, name: str) -> Task:
     dataset = datasets.timeseries(data, name)
     length, channels = dataset.shape
     return dataclasses.replace(task_of(dataset, training), shape=(channels,), length=length)
-
-
-_LENGTHS = (16, 32, 64, 144)  # of sentences
-_SENTENCES, _WORDS = 5, range(5, 21)  # how many are shown, and how long
 
 
 def gum(training: Training, data: Path) -> Task:
@@ -111,9 +111,6 @@ def text(training: Training, data: Path) -> Task:
     return dataclasses.replace(task, causal=True, samples=samples)
 
 
-_PROMPT, _WRITTEN, _TEMPERATURE = 32, 200, 0.7
-
-
 def written(dataset: datasets.Dataset, seed: int, predict: Predict) -> str:
     """Return the beginning of the held-out text and the model's continuation, character by character."""
     (length,), random = dataset.shape, np.random.default_rng(seed)
@@ -135,9 +132,7 @@ PROBLEMS = {
     "arrays": Problem(
         load=arrays,
         models={"dense": Dense(width=64), "conv": Conv(width=8)},
-        sources={
-            "data": 'File of numpy.savez("mine.npz", x=x, y=y): inputs (samples, ...), a class or values for each.'
-        },
+        sources={"data": 'File of numpy.savez("mine.npz", x=x, y=y): inputs (samples, ...), a class or values each.'},
         examples=(
             ("lp-jax train arrays --data mine.npz", "any inputs, flattened and scaled; a fifth is held out"),
             ("lp-jax train arrays --data mine.npz --model conv", "images (samples, height, width, channels)"),
@@ -150,10 +145,7 @@ PROBLEMS = {
             ("lp-jax train digits", "layer-parallel, then serially to compare"),
             ("lp-jax train digits --model conv --layers 32 --epochs 10", "a convolutional network"),
             ("lp-jax train digits --solver MGRIT --solver.levels 3 --solver.cycle F", "multigrid, three levels"),
-            (
-                "lp-jax train digits --solver MGRIT --solver.coarse_step Rediscretize",
-                "the field's standard coarse step",
-            ),
+            ("lp-jax train digits --solver MGRIT --solver.coarse_step Rediscretize", "the usual coarse step"),
             ("lp-jax train digits --solver mymodule.MySolver", "a solver of your own, a subclass of lp_jax.Solver"),
             ("lp-jax train digits --solver.help MGRIT", "the options of a solver"),
             ("lp-jax train digits --devices 4", "the layers over four devices"),
@@ -166,9 +158,7 @@ PROBLEMS = {
         load=gum,
         models={"transformer": Transformer(width=64, t1=4.0)},
         training=Training(epochs=5, batch_size=32, learning_rate=1e-3),
-        sources={
-            "data": "Folder of the CoNLL-U files ...-train.conllu, ...-dev.conllu and ...-test.conllu, plain or .gz."
-        },
+        sources={"data": "Folder of CoNLL-U files ...-train.conllu, ...-dev.conllu, ...-test.conllu, plain or .gz."},
         examples=(("lp-jax train gum --data ~/gum", "an encoder of 64 layers"),),
     ),
     "mnist": Problem(
@@ -186,9 +176,7 @@ PROBLEMS = {
         load=lambda training, data: task_of(contrib.modelnet(data), training),
         models={"conv": Conv(width=4, stride=2)},
         training=Training(epochs=3, batch_size=16),
-        sources={
-            "data": "Folder of CLASS/train/*.off and CLASS/test/*.off, or of voxels_train.npz and voxels_test.npz."
-        },
+        sources={"data": "Folder of CLASS/train/*.off and CLASS/test/*.off, or voxels_train.npz and voxels_test.npz."},
         examples=(("lp-jax train modelnet --data ~/ModelNet10", "three-dimensional convolutions"),),
     ),
     "peaks": Problem(

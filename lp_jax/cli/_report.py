@@ -30,25 +30,29 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"  # the options that a run was started with
 LOCK = "run.lock"  # the process at work in the folder
+ITERATIONS, MOST_ITERATIONS = 3, 8  # smallest and largest number of iterations that are drawn
 
 
-def new_run(folder: Path) -> None:
-    """Make sure that a new run can write into the folder."""
+def new_run(folder: Path) -> bool:
+    """Make sure that a new run can write into the folder. Return whether the folder was made here."""
     if (folder / CONFIG).exists():
         raise CommandError(f"{folder} holds a run already; add --resume to go on with it, or choose another --out.")
+    made = not folder.exists()
     make_writable(folder)
     if any(path.name != LOCK for path in folder.iterdir()):
         raise CommandError(f"{folder} is not empty and holds no run; choose another --out.")
+    return made
 
 
-def drop_if_not_begun(folder: Path) -> None:
-    """Remove the folder of a new run that failed before its first step, so that the next try can use it."""
+def drop_if_not_begun(folder: Path, made: bool) -> None:
+    """Empty the folder of a new run that failed before its first step, and remove it if this run made it."""
     log = folder / "metrics.jsonl"
     if not (log.exists() and log.stat().st_size):
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        with contextlib.suppress(OSError):  # the folder may be a mount point
-            folder.rmdir()
+        if made:
+            with contextlib.suppress(OSError):  # a network file system keeps the open lock
+                folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -106,9 +110,6 @@ def make_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise CommandError(f"cannot write to {folder}: {error.strerror}; choose another --out.") from None
-
-
-ITERATIONS, MOST_ITERATIONS = 3, 8  # smallest and largest number of iterations that are drawn
 
 
 def plain_console(**options: Any) -> Console:

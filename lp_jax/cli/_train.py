@@ -54,11 +54,10 @@ def run(name: str, args: Sequence[str]) -> None:
         pair = _options.solvers(options, problem.models[kind])
         if not options.no_pictures:
             import_module("lp_jax.viz")  # which takes half a second; it fails now rather than after the training
-        if earlier is None:
-            processes.once(lambda: report.new_run(folder))
+        made_here = earlier is None and processes.once(lambda: report.new_run(folder))
         processes.once(lambda: stack.enter_context(report.locked(folder, console.print)))
         if earlier is None and processes.is_root:
-            stack.callback(report.drop_if_not_begun, folder)
+            stack.callback(report.drop_if_not_begun, folder, made_here)
         settings, task = prepare(name, vars(options))
         depths_of(options, settings)
         if earlier is not None and first_difference(earlier["fingerprint"], settings.fingerprint()):

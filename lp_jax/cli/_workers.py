@@ -144,10 +144,5 @@ def workers(options: argparse.Namespace, sizes: Mapping[str, int], layers: int, 
 
 
 def mesh_comm(sizes: Mapping[str, int]) -> MeshComm:
-    mesh = jax.make_mesh(
-        tuple(sizes.values()),
-        tuple(sizes),
-        axis_types=(AxisType.Auto,) * len(sizes),
-        devices=jax.devices()[: math.prod(sizes.values())],
-    )
-    return MeshComm(mesh)
+    shape, axis_types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+    return MeshComm(jax.make_mesh(shape, tuple(sizes), axis_types, devices=jax.devices()[: math.prod(shape)]))
