@@ -8,7 +8,6 @@ a quarter.
 
 import dataclasses
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -201,7 +200,6 @@ def compared(name: str, state: str, problem: lp_jax.Problem, cotangent: Any) -> 
         problem,
         cotangent=cotangent,
         examples=10**6,
-        seconds=math.inf,
         solvers=[(r.solver, r.adjoint_solver) for r in few.rehearsals],
     )
     pairs = zip(few.rehearsals, whole.rehearsals, strict=True)

@@ -136,12 +136,13 @@ class Checkpoints:
         Raises:
             CheckpointError: if there is no checkpoint, it is damaged, or it is of another model.
         """
-        if self._ranks is None:
-            state = self._newest(template)
-        else:
-            wanted, read = self._ranks.whole(template), list[TrainState]()
-            self._ranks.once(lambda: read.append(self._newest(wanted)))
-            state = self._ranks.scatter(read[0] if read else None, template)
+        wanted, read = template if self._ranks is None else self._ranks.whole(template), list[TrainState]()
+        try:
+            self._once(lambda: read.append(self._newest(wanted)))
+        except CheckpointError:  # the newest may have been set aside
+            self.latest = self._once(lambda: max(self._steps(), default=None))
+            raise
+        state = read[0] if self._ranks is None else self._ranks.scatter(read[0] if read else None, template)
         self.latest = int(state.step)
         return state
 
