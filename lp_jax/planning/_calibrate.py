@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
         ratios = np.divide(guess.forward[1:], guess.forward[0]).tolist()
         sweeps = {size: [x * r for x in single] for size, r in zip(guess.at_once[1:], ratios, strict=True)}
     rows = dict(sorted({1: single, **sweeps}.items()))
-    forwards, adjoints, gradients = zip(*rows.values(), strict=True)
+    times: dict[str, Any] = dict(zip(("forward", "adjoint", "gradient"), zip(*rows.values(), strict=True), strict=True))
     overhead = guess.overhead
     quarter = few(timed, max(2, guess.examples // 4))
     share = examples_of(quarter.y0) / guess.examples
@@ -87,10 +88,7 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
             else:  # slower than serial propagation through all layers, or time is over
                 iterations.append(iterations[-1] * size / last)
             last = size
-    guess = dataclasses.replace(
-        guess, at_once=tuple(rows), forward=forwards, adjoint=adjoints, gradient=gradients, newton=None
-    )
-    return dataclasses.replace(guess, newton=tuple(iterations) or None, overhead=overhead)
+    return dataclasses.replace(guess, at_once=tuple(rows), **times, newton=tuple(iterations) or None, overhead=overhead)
 
 
 def _first(problem: Problem, layers: int) -> Problem:
@@ -103,9 +101,8 @@ def _first(problem: Problem, layers: int) -> Problem:
 def interconnect(comm: Comm | Mesh, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> dict[str, float]:
     """Measure messages between workers, by sweeps over a chain that computes almost nothing.
 
-    Returns the fields ``latency`` and ``bandwidth`` of a `Machine`, for `dataclasses.replace`. The same sweep on one worker is
-    subtracted. What is left are a state to the neighbour, one for each step of a prefix sum, and the residual norm to all.
-    All ranks of an `MPIComm` call this together. ``sizes`` are the bytes of a small and of a large state.
+    Returns two fields of a `Machine`. The same sweep on one worker is subtracted. What is left are a state to the neighbour,
+    one for each step of a prefix sum, and the residual norm to all. ``sizes`` are the bytes of a small and of a large state.
     """
     comm = _inputs.comm(comm)
     if comm.size == 1:

@@ -50,8 +50,7 @@ def predict(
     """Predict time and memory of a training step, value and gradient, on ``data_workers`` times ``workers`` devices.
 
     Each of the ``data_workers`` groups has a part of the examples, and spreads the layers over its ``workers``. A solver with a
-    tolerance counts with all of its iterations. The optimizer is not counted. The number of arrays that a sweep or a cycle has
-    live at once was counted in compiled programs (suite ``memory`` of the benchmarks).
+    tolerance counts with all of its iterations. The optimizer is not counted.
 
     Raises:
         NotImplementedError: for Newton's method on a machine without times of Newton's method.
@@ -95,9 +94,7 @@ def predict(
 def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> float:
     r"""Seconds of a training step in a pipeline: serial propagation of microbatches that follow each other.
 
-    M microbatches on P workers take :math:`(M + P - 1)` turns of :math:`\lceil N / P \rceil` layers, forward and backward. A
-    message follows each turn. The gradient is exact. The bubble is :math:`(P - 1) / (M + P - 1)` of the turns.
-
+    M microbatches on P workers take :math:`(M + P - 1)` turns of :math:`\lceil N / P \rceil` layers, each with a message.
     Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
     """
     part = machine.divided(microbatches)

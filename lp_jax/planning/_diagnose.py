@@ -144,12 +144,8 @@ def diagnose(
         cotangent = jax.tree.map(lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0)
     if solvers is None:  # with fewer iterations than layers, so that none is exact
         most = max(1, min(_MOST, problem.layers - 1))
-        swept = Picard(sweeps=most, rtol=1e-3, fallback=True)
-        cycled = MGRIT(iterations=most, rtol=1e-3, fallback=True)
-        pairs: list[Pair] = [
-            (swept, dataclasses.replace(swept, rtol=1e-2)),
-            (cycled, dataclasses.replace(cycled, rtol=1e-2)),
-        ]
+        both = Picard(sweeps=most, rtol=1e-3, fallback=True), MGRIT(iterations=most, rtol=1e-3, fallback=True)
+        pairs: list[Pair] = [(solver, dataclasses.replace(solver, rtol=1e-2)) for solver in both]
         if small(problem.y0):  # a residual of Newton's method may rise on the way: it does not give up
             pairs.append((Newton(iterations=most, rtol=1e-3, batch_axes=1), Newton(iterations=1, batch_axes=1)))
     else:
@@ -173,8 +169,7 @@ def _numbers(problem: Problem) -> tuple[float, float]:
         step, shared = chain.step(0), chain.shared
 
         def transposed(y: State, x: Slices) -> Callable[[State], State]:
-            """The transposed Jacobian; a step with a custom derivative may have no forward mode."""
-            pull = jax.vjp(lambda y: step(y, x, shared), y)[1]
+            pull = jax.vjp(lambda y: step(y, x, shared), y)[1]  # a custom derivative may have no forward mode
             return lambda w: pull(w)[0]
 
         def norm(y: State, x: Slices, w: State) -> jax.Array:

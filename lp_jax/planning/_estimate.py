@@ -18,7 +18,6 @@ from lp_jax.planning._measure import arrays, examples_of, small
 
 Found = TypeVar("Found")
 
-
 _PASSES = 4  # over the states, in a sweep's sum of them: fits what was measured on CPUs and counted for an H200
 
 
@@ -55,9 +54,8 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
         most = known.at_once(layer, layers)
         sizes = sorted({max(2, most // part) for part in (64, 8, 1)}) if most > 1 else []
         batches = [known.batch(layer, size) for size in sizes]
-        sweeps = [
-            t + size * _PASSES * _tree.nbytes(y) / known.bandwidth for size, t in zip(sizes, batches, strict=True)
-        ]
+        summed = _PASSES * _tree.nbytes(y) / known.bandwidth
+        sweeps = [seconds + size * summed for size, seconds in zip(sizes, batches, strict=True)]
         forward, backward = (seconds / layers for seconds in known.serial(layer, layers))
         examples, newton = examples_of(y), None
         if small(y):
@@ -114,16 +112,7 @@ def default(problem: Problem) -> Default:
 def assume(device: str | Processor) -> Iterator[None]:
     """Let the default choose for another device in solves that are traced in the ``with`` block.
 
-    ``device`` is a part of `jax.Device.device_kind`, such as "H200", of an accelerator whose data sheet is known.
-
-    Example:
-        >>> import jax.numpy as jnp, lp_jax
-        >>> from lp_jax import planning
-        >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
-        >>> with planning.assume("H200"):
-        ...     solution = lp_jax.solve(step, jnp.ones((4096, 4, 4)), jnp.ones((8, 4)))
-        >>> int(solution.stats.iterations) > 0
-        True
+    ``device`` is a part of `jax.Device.device_kind`, of an accelerator whose data sheet is known. `default` has an example.
     """
     known = named(device) if isinstance(device, str) else device
     with asked(asked.value._replace(processor=known)):

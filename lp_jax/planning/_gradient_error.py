@@ -48,7 +48,7 @@ class Solved(NamedTuple):
 
 
 class GradientErrors(NamedTuple):
-    """Distance of a gradient g from the exact one, e; print it for a table."""
+    """Distance of a gradient g from the exact one, e, as `gradient_error` returns it; print it for a table."""
 
     relative: float  # ``|g - e| / |e|``, in the 2-norm
     cosine: float  # of the angle between g and e
@@ -135,7 +135,6 @@ def compare(
     pairs = {name: None if pair is None else as_pair(pair) for name, pair in named.items()}
 
     def compiled(what: Asked) -> Callable[..., PyTree]:
-        """The gradient as a compiled function that passes ``what`` to the solves inside."""
         gradient = jax.jit(jax.grad(loss, argnums, has_aux))
 
         def call(*args: PyTree) -> PyTree:
@@ -150,9 +149,10 @@ def compare(
         wanted = jax.device_get(exact(*args))
         errors = {}
         for name, pair in pairs.items():
-            gradient, rows = compiled(Asked(pair)), list[Solved]()
+            gradient, reports = compiled(Asked(pair)), list[tuple[str, Solver, int, Stats]]()
             got = jax.device_get(gradient(*args))
-            jax.block_until_ready(compiled(Asked(pair, functools.partial(_report, rows)))(*args))
+            listening = Asked(pair, lambda *solve, to=reports: lambda stats: to.append((*solve, stats)))
+            jax.block_until_ready(compiled(listening)(*args))
             jax.effects_barrier()
             calls = [functools.partial(program, *args) for program in (gradient, exact)]
             spent = seconds(calls, samples=_SAMPLES, repeats=1)
@@ -163,30 +163,22 @@ def compare(
             }
             relative, cosine = map(float, relative_error(jnp.asarray(sum(leaves.values(), np.zeros(4)))))
             each = {name: float(relative_error(jnp.asarray(products))[0]) for name, products in leaves.items()}
-            errors[name] = GradientErrors(relative, cosine, each, _worst(rows), *spent)
+            errors[name] = GradientErrors(relative, cosine, each, _worst(reports), *spent)
         return errors
 
     return measure
 
 
-def _report(rows: list[Solved], direction: str, solver: Solver, layers: int) -> Callable[[Stats], None]:
-    """Return a function that adds a row for one solve, given its stats."""
-
-    def add(stats: Stats) -> None:
+def _worst(reports: Sequence[tuple[str, Solver, int, Stats]]) -> tuple[Solved, ...]:
+    """Return one row for all solves of a kind; forward solves first."""
+    worst: dict[tuple[bool, str, int], Solved] = {}
+    for direction, solver, layers, stats in reports:
         norms = np.asarray(stats.residual_norms, float)
         norms = norms[norms >= 0] if np.isfinite(norms).all() else norms
         residual = float(norms[-1] / norms[0]) if len(norms) > 1 and norms[0] else math.nan
         name = f"{type(solver).__name__} {iteration_name(solver)}"
-        rows.append(Solved(direction, name, layers, 1, int(stats.iterations), residual, int(stats.result)))
-
-    return add
-
-
-def _worst(rows: Sequence[Solved]) -> tuple[Solved, ...]:
-    """Return one row for all solves of a kind; forward solves first."""
-    worst: dict[tuple[bool, str, int], Solved] = {}
-    for row in rows:
-        kind = row.direction == "adjoint", row.iteration, row.layers
+        row = Solved(direction, name, layers, 1, int(stats.iterations), residual, int(stats.result))
+        kind = direction == "adjoint", name, layers
         last = worst.get(kind, row._replace(solves=0))
         worst[kind] = row._replace(
             solves=last.solves + 1,

@@ -60,9 +60,7 @@ class Machine:
             if not (isinstance(numbers, tuple) and numbers and all(_within(x, math.inf) and x > 0 for x in numbers)):
                 raise ValueError(f"{name} must be positive numbers; got {numbers!r}.")
             if len(numbers) != len(self.at_once):
-                raise ValueError(
-                    f"{name} must have a time for each of the {len(self.at_once)} numbers in at_once; got {numbers}."
-                )
+                raise ValueError(f"{name} needs a time for each number in at_once, {self.at_once}; got {numbers}.")
         if list(self.at_once) != sorted(set(self.at_once)):
             raise ValueError(f"at_once must be ascending; got {self.at_once}.")
         _check.integer("examples", self.examples, least=1)
@@ -97,10 +95,7 @@ class Machine:
         return self.state_bytes + self.kept_bytes
 
     def divided(self, parts: int) -> "Machine":
-        """Return the machine with one of ``parts`` equal parts of the examples.
-
-        n layers at once then take as long as n / parts layers did. Below one layer, ``overhead`` limits how short this is.
-        """
+        """Return the machine with a part of the examples: n layers take as long as n / parts did, within ``overhead``."""
         if parts == 1:
             return self
         factor = self.overhead + (1 - self.overhead) / parts

@@ -111,10 +111,7 @@ def arrays(problem: Problem) -> dict[str, PyTree]:
 def solving(
     problem: Problem, *, fast: bool = False
 ) -> Callable[[Solver, Solver, State | None], tuple[Gradients, Stats, Stats]]:
-    """Return a compiled function: a solve and its adjoint, with one program for all tolerances.
-
-    It takes the solvers and the cotangent, by default the last state. ``fast`` compiles faster than the program runs.
-    """
+    """Return a compiled function of two solvers and a cotangent, by default the last state: a solve and its adjoint."""
 
     @partial(jax.jit, compiler_options=compile_fast() if fast else None)
     def solved(
@@ -163,10 +160,7 @@ def iteration(problem: Problem, solver: Solver, **sampling: int) -> float:
 
 
 def seconds(calls: Sequence[Callable[[], PyTree]], *, samples: int | None = None, repeats: int = 0) -> list[float]:
-    """Return the median time of each call, after a first one; the calls are interleaved.
-
-    A sample is ``repeats`` calls, or as many as take 20 ms. Without ``samples`` there are 15, or as many as start in 2 s.
-    """
+    """Return the median time of each call, interleaved: of ``samples``, or of 15 that start in 2 s, of 20 ms each."""
     for call in calls:
         jax.block_until_ready(call())  # compiled
     often = [repeats or max(1, round(_SAMPLE / _once(call, 1))) for call in calls]

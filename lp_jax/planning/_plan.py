@@ -89,9 +89,7 @@ def plan(
     best = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=end.left, solvers=solvers)
     notes = [f"Left out for lack of time: {', '.join(half.left_out)}."] if half.left_out else []
     if not trace(problem, (Picard(),))[0].traced.footprint.counted:
-        notes.append(
-            'A layer has a callback, a foreign call or a loop of unknown length: at_once="auto" evaluates one at a time.'
-        )
+        notes.append('A layer has a callback, a foreign call or an open loop: at_once="auto" takes one at a time.')
     return dataclasses.replace(best, note=" ".join(notes))
 
 
@@ -123,10 +121,7 @@ def choose(
     choices, deadline, unprobed = [serial], Deadline(seconds), 0
 
     def look(pairs: list[Pair], *, anyway: bool = False) -> None:
-        """Probe solvers of one program, loosest tolerance first, if they are predicted to be faster, or anyway.
-
-        A program that is compiled when time is over is run until one is exact enough.
-        """
+        """Probe solvers of one program, loosest tolerance first. If compiled in time, it runs until one is exact enough."""
         nonlocal unprobed
         family = [choice(pair) for pair in pairs]
         limit = min([serial.cost.seconds / WORTH, *(c.cost.seconds for c in choices if c.within(error))])
@@ -144,8 +139,9 @@ def choose(
     for pair in map(as_pair, solvers):
         look([pair], anyway=True)
     look(_sweeps(Picard), anyway=True)  # slow here, they may be fast on more devices
-    if machine.newton is not None:
-        look(_newton())
+    if machine.newton is not None:  # relaxations keep a solver that is good for a new network good for the trained one
+        methods = (Newton(iterations=10, relaxations=16, rtol=rtol, batch_axes=1) for rtol in _TOLERANCES[1:4])
+        look([(method, method.for_adjoint()) for method in methods])
     only_serial = sum(c.within(error) for c in choices) == 1
     if probe is not None and only_serial and deadline.left > 0:
         look(_sweeps(Secant))
@@ -163,29 +159,16 @@ def _sweeps(kind: type[Sweeps]) -> list[Pair]:
     return [(kind(sweeps=32, rtol=rtol), kind(sweeps=32, rtol=loose)) for loose, rtol in pairs]
 
 
-def _newton() -> list[Pair]:
-    """Newton's method with full Jacobians to a tolerance, for states whose first axis is that of the examples.
-
-    One program serves all. The adjoint system is linear, so one iteration solves it. Relaxations keep a solver that is
-    recommended for a new network good for the trained one.
-    """
-    solvers = [Newton(iterations=10, relaxations=16, rtol=rtol, batch_axes=1) for rtol in _TOLERANCES[1:4]]
-    return [(solver, solver.for_adjoint()) for solver in solvers]
-
-
 def cycles(layers: int, workers: int = 1) -> list[Pair]:
     """Multigrid: one interval per worker with the identity as coarse step, few levels with sweeps or injection."""
-    kept = MGRIT(storage="all")
+    kept = functools.partial(MGRIT, storage="all")
     factors = [-(-layers // intervals) for intervals in ((workers,) if workers > 1 else (4, 8))]
+    sweeps = Picard(sweeps=1), Picard(sweeps=2), Picard(sweeps=2, around="trajectory")
     hierarchies = [
-        *(dataclasses.replace(kept, coarsening=m, coarse_step=Identity()) for m in factors if 2 <= m < layers),
-        *(
-            dataclasses.replace(kept, coarsening=m, coarse_step=Picard(sweeps=s, around=around))
-            for m in (4, 8)
-            for s, around in ((1, "start"), (2, "start"), (2, "trajectory"))
-        ),
-        dataclasses.replace(kept, levels=3, coarse_step=Picard(sweeps=1)),
-        dataclasses.replace(kept, levels=3, coarse_step=Rediscretize()),
+        *(kept(coarsening=m, coarse_step=Identity()) for m in factors if 2 <= m < layers),
+        *(kept(coarsening=m, coarse_step=step) for m in (4, 8) for step in sweeps),
+        kept(levels=3, coarse_step=Picard(sweeps=1)),
+        kept(levels=3, coarse_step=Rediscretize()),
     ]
     return [
         (dataclasses.replace(one, iterations=forward), dataclasses.replace(one, iterations=adjoint))
@@ -196,10 +179,7 @@ def cycles(layers: int, workers: int = 1) -> list[Pair]:
 
 
 def _probe(problem: Problem, cotangent: State | None) -> Probe:
-    """Return a probe: it compares gradients of all parameters and shared values with the exact ones.
-
-    Where there are none, as in a scan over integers, it compares the gradient of the initial state.
-    """
+    """Return a probe of the gradient of parameters and shared values; of the initial state where there are none."""
     solved = solving(problem, fast=True)
 
     def gradient(solver: Solver, adjoint_solver: Solver) -> tuple[list[jax.Array], Stats, Stats]:
@@ -209,9 +189,7 @@ def _probe(problem: Problem, cotangent: State | None) -> Probe:
         return leaves or initial, stats, adjoint_stats
 
     exact = functools.cache(lambda: gradient(*SERIAL)[0])
-    distance = jax.jit(
-        lambda got, wanted: relative_error(functools.reduce(jnp.add, map(inner_products, got, wanted)))[0]
-    )
+    distance = jax.jit(lambda g, e: relative_error(functools.reduce(jnp.add, map(inner_products, g, e)))[0])
 
     def probe(solver: Solver, adjoint_solver: Solver) -> Probed:
         wanted = exact()

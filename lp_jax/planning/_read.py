@@ -26,11 +26,9 @@ _STATE, _HIDDEN, _MESSAGE, _REDUCTION = 3, 5, 7, 11  # terms of the sums in prod
 
 @functools.lru_cache(maxsize=1024)
 def read(solver: Solver, layers: int, *, workers: int, at_once: float, kept: bool, adjoint: bool) -> Schedule:
-    """Count the batches and messages of a solve in its program for a model network, on one worker.
+    """Count the batches and messages of a solve of a model network, on one worker, by the shapes of products in its program.
 
-    A layer of the model is one product with a matrix that is not square. The shapes of products distinguish evaluations,
-    their transposes and gradients of the parameters. Messages are products of other shapes. The number of iterations must be
-    fixed.
+    A layer is a product with a matrix that is not square: its transpose, its gradient and messages have other shapes.
     """
     unit = solver.unit(layers)
     mine = math.ceil(layers / unit / workers) * unit

@@ -113,9 +113,7 @@ class Plan:
     @property
     def reason(self) -> str:
         """The reason for this recommendation, in words."""
-        were = "was" if self.unprobed == 1 else "were"
-        late = f" {numbered(self.unprobed, 'solver')} predicted faster {were} left out for lack of time."
-        late = late if self.unprobed else ""
+        late = f" Left out for lack of time: {numbered(self.unprobed, 'faster solver')}." if self.unprobed else ""
         if not self.solver.exact:
             text = f"predicted {times(self.speedup)} times as fast as serial propagation on one worker"
             if self.workers > 1 and self.machine.message(self.machine.state_bytes) == 0:
@@ -133,11 +131,7 @@ class Plan:
         return f"No parallel solver is predicted {WORTH} times as fast as serial propagation, because {why}.{late}"
 
     def scaling(self, devices: Sequence[int] = DEVICES) -> list[Devices]:
-        """Predict times on other numbers of devices, with the solvers that are known to be exact enough.
-
-        The error of a gradient does not depend on the number of workers. One interval per worker and as many cycles are exact
-        and need no probe.
-        """
+        """Predict times on other numbers of devices, with the solvers that are known to be exact enough on any number."""
         pairs = [fix_iterations(c[:2], c.probed) for c in self.choices if c.within(self.error)]
 
         def predicted(pair: Pair, workers: int, data_workers: int) -> float:
@@ -147,7 +141,11 @@ class Plan:
         def best(workers: int, data_workers: int) -> float | None:
             if workers > self.layers or data_workers > self.machine.examples:
                 return None
-            known = [*pairs, *exact_cycles(self.layers, workers)]
+            known, factor = list(pairs), -(-self.layers // workers)
+            if 2 <= factor < self.layers:  # one interval per worker, and as many cycles: exact, whatever the network
+                count = -(-self.layers // factor)
+                solver = MGRIT(coarsening=factor, iterations=count, coarse_step=Identity(), storage="all")
+                known.append((solver, solver))
             return min(predicted(pair, workers, data_workers) for pair in known)
 
         def row(count: int) -> Devices:
@@ -207,12 +205,3 @@ def fix_iterations(solvers: Pair, probed: Probed | None) -> Pair:
         for solver, iterations in zip(solvers, taken, strict=True)
     )
     return forward, adjoint
-
-
-def exact_cycles(layers: int, workers: int) -> list[Pair]:
-    """One interval per worker, and as many cycles as intervals: every state is exact, whatever the network."""
-    factor = -(-layers // workers)
-    if not 2 <= factor < layers:
-        return []
-    solver = MGRIT(coarsening=factor, iterations=-(-layers // factor), coarse_step=Identity(), storage="all")
-    return [(solver, solver)]

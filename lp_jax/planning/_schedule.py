@@ -1,20 +1,20 @@
-"""Count a solver's evaluations and messages: the library's own by formulas, others by reading the program of a solve."""
+"""Count a solver's evaluations and messages: the library's own by formulas along its path, others by reading the program."""
 
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 from lp_jax._solvers._coarse_step import CoarseStep, Identity, Rediscretize
+from lp_jax._solvers._cycle import VISITS
 from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax._solvers._sweeps import Sweeps, Windowed
-from lp_jax.planning._path import Stop, cascade_stops, cycle_stops, relaxations
 from lp_jax.planning._read import read
 from lp_jax.planning._solvers import busiest, most_at_once, with_effort
 from lp_jax.planning._work import Event, Schedule, batches, prefix_messages
@@ -49,6 +49,60 @@ def count(
         fixed = with_effort(solver, solver.iterations) if solver.has_tolerance else solver
         return read(fixed, layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint)
     return Schedule(events, 2 if workers > 1 else 0)  # the last state, and the residual norms
+
+
+class Stop(NamedTuple):
+    """One stop on the path."""
+
+    level: int  # 0 is the finest
+    label: str  # "solve", or the relaxation, like "FCF"
+    iteration: int | None = None  # number of the iteration that begins here; None within one
+    title: str = ""  # name of that iteration
+
+
+def relaxations(solver: MGRIT, levels: int) -> tuple[str, ...]:
+    """Return the label of the relaxation on every level: "FCF", or the name of a function."""
+    rules = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
+    each = (rules[min(level, len(rules) - 1)] for level in range(levels))
+    return tuple(getattr(relaxation, "__name__", str(relaxation)) for relaxation in each)
+
+
+def path(solver: MGRIT, steps: int, iterations: int) -> list[Stop]:
+    """Return the stops of ``iterations`` cycles and the final sweep; successive stops on one level are merged."""
+    stops: list[Stop] = []
+    labels = relaxations(solver, len(solver.grid(steps)))
+    for iteration in range(1, iterations + 1):
+        first = solver.start == "cascade" and iteration == 1
+        kind, name = solver.cycle, f"{solver.cycle}-cycle"
+        if callable(kind):  # drawn as if it went down and up once
+            kind, name = "V", getattr(solver.cycle, "__name__", "a cycle of its own")
+        begin, *rest = cycle_stops(labels, kind, cascade=first)
+        title = "coarse to fine" if first else name
+        _extend(stops, [begin._replace(iteration=iteration, title=title), *rest])
+    _extend(stops, [Stop(0, "FC")])
+    return stops
+
+
+@functools.cache
+def cycle_stops(labels: tuple[str, ...], kind: str, level: int = 0, *, cascade: bool = False) -> tuple[Stop, ...]:
+    """Return the stops of a cycle from ``level`` down and up again, or up only where a cascade stands for the first visits."""
+    stops = [] if cascade else [Stop(level, labels[level])]
+    if level + 2 == len(labels):
+        stops.append(Stop(level + 1, "solve"))
+    else:
+        for number, visit in enumerate(VISITS[kind]):
+            first = cascade and number == 0
+            _extend(stops, cycle_stops(labels, kind if first else visit, level + 1, cascade=first))
+    return (*stops, Stop(level, "F"))
+
+
+def _extend(stops: list[Stop], more: Sequence[Stop]) -> None:
+    """Append stops; where the path stays on a level, the later relaxation includes the earlier F-relaxation."""
+    if stops and stops[-1].level == more[0].level:
+        earlier = stops.pop()
+        if more[0].iteration is None:
+            more = [more[0]._replace(iteration=earlier.iteration, title=earlier.title), *more[1:]]
+    stops.extend(more)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,10 +236,10 @@ def _(solver: MGRIT, chain: _Chain) -> None:
     if callable(solver.cycle) or any(map(callable, rules[: len(grid)])):
         raise NotImplementedError
     labels = relaxations(solver, len(grid))
-    first = cascade_stops if solver.start == "cascade" else cycle_stops
-    for stops, times in ((first, 1), (cycle_stops, solver.iterations - 1)):
+    for cascade, times in ((solver.start == "cascade", 1), (False, solver.iterations - 1)):
         once: list[Event] = []
-        _record_stops(solver, dataclasses.replace(chain, events=once), grid, stops(labels, solver.cycle))
+        stops = cycle_stops(labels, solver.cycle, cascade=cascade)
+        _record_stops(solver, dataclasses.replace(chain, events=once), grid, stops)
         chain.events.extend(times * once)
     intervals, factor = busiest(grid, 0, chain.workers), grid[0][1]
     chain.evaluate_again(factor - 1, intervals)

@@ -83,10 +83,7 @@ def _(solver: Serial, machine: Machine, layers: int, workers: int) -> tuple[int,
 
 
 def busiest(grid: Sequence[tuple[int, int]], level: int, workers: int) -> int:
-    """Return the number of intervals of a level on the busiest worker, which holds whole intervals of all levels.
-
-    ``grid`` has (steps, coarsening factor) of every level, finest first.
-    """
+    """Return the number of intervals of a level on the busiest worker, which holds whole intervals of all levels."""
     steps, factor = grid[level]
     intervals, together = math.ceil(steps / factor), math.prod(factor for _, factor in grid[level + 1 :])
     return min(intervals, math.ceil(math.ceil(intervals / together) / workers) * together)

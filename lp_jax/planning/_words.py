@@ -23,10 +23,7 @@ _MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps", "params"
 
 
 def code(solver: Any, *, prefix: str = "") -> str:
-    """Return the solver as code, with the main fields and those that are not at their default.
-
-    ``prefix`` is put before the names of this library's classes, for instance "lp_jax.".
-    """
+    """Return the solver as code: main fields and those not at their default, ``prefix`` before names of this library."""
     if isinstance(solver, tuple):
         return f"({', '.join(code(part, prefix=prefix) for part in solver)}{',' * (len(solver) == 1)})"
     if not dataclasses.is_dataclass(solver):

@@ -19,8 +19,7 @@ from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax._solvers._sweeps import Picard, Sweeps, Windowed
-from lp_jax.planning._path import Stop, path
-from lp_jax.planning._schedule import count
+from lp_jax.planning._schedule import Stop, count, path
 from lp_jax.planning._words import differences, iteration_name, iterations, numbered, summary
 from lp_jax.viz._schedule import COLOURS
 from lp_jax.viz._style import BLUE, GREY, INK, LABEL, NOTE, RED, bracket, dress, figure, legend, note, whole_numbers

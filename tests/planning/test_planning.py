@@ -70,11 +70,11 @@ def test_relaxation_takes_a_part_of_a_sweep():
     ("fields", "message"),
     [
         ({"at_once": (8, 1, 64)}, "ascending"),
-        ({"forward": (1.0, 2.0)}, "forward must have a time for each of the 3 numbers in at_once"),
+        ({"forward": (1.0, 2.0)}, "forward needs a time for each number in at_once"),
         ({"adjoint": (1.0, -2.0, 3.0)}, "adjoint must be positive"),
         ({"examples": 0}, "examples must be at least 1; got 0"),
         ({"overhead": 1.5}, "overhead must be a number from 0 to 1; got 1.5"),
-        ({"newton": (1.0,)}, "newton must have a time for each of the 3"),
+        ({"newton": (1.0,)}, "newton needs a time for each number"),
         ({"latency": math.nan}, "latency must be a number from 0 to inf; got nan"),
         ({"bandwidth": 0.0}, "bandwidth must be a number from 0 to inf; got 0.0"),
     ],
@@ -359,9 +359,9 @@ def test_solvers_left_out_for_lack_of_time_are_counted():
     probe, asked = probe_with(lambda solver: 1.0)
     found = planning.choose(1024, UNFILLED, probe=probe, seconds=0.0, solvers=[lp_jax.Picard(sweeps=3)])
     assert found.unprobed > 2 and not asked
-    assert found.reason == f"{found.unprobed} solvers predicted faster were left out for lack of time."
+    assert found.reason == f"Left out for lack of time: {found.unprobed} faster solvers."
     one = dataclasses.replace(planning.choose(1024, UNFILLED, probe=lambda *pair: probed(1e-3)), unprobed=1)
-    assert one.reason.endswith("on one worker. 1 solver predicted faster was left out for lack of time.")
+    assert one.reason.endswith("on one worker. Left out for lack of time: 1 faster solver.")
 
 
 def test_solvers_of_the_user_are_probed_first_and_a_compiled_program_runs_to_its_end(clock):
