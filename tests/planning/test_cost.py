@@ -14,16 +14,13 @@ import lp_jax
 N, BATCH, F32 = 1024, 32, jnp.float32
 
 
-def lowered(gradient, n=N, width=64):
-    shapes = (
-        (jax.ShapeDtypeStruct((n, width, width), F32), jax.ShapeDtypeStruct((n, width), F32)),
-        jax.ShapeDtypeStruct((BATCH, width), F32),
-    )
-    return jax.jit(jax.value_and_grad(gradient)).lower(*shapes)
+def lowered(function, n=N, width=64, batch=BATCH):
+    w, b, y0 = (jax.ShapeDtypeStruct(shape, F32) for shape in ((n, width, width), (n, width), (batch, width)))
+    return jax.jit(function).lower((w, b), y0)
 
 
-def compiled(gradient):
-    return as_users_have_it(lowered(gradient))
+def compiled(loss):
+    return as_users_have_it(lowered(jax.value_and_grad(loss)))
 
 
 def scanned(params, y0):
@@ -83,12 +80,7 @@ def test_no_copy_of_the_parameters():
     parameters = n * width * width * 4
     for at_once in (1, math.inf):
         solver = lp_jax.MGRIT(levels=2, coarsening=16, coarse_step=lp_jax.Identity(), at_once=at_once)
-        forward = jax.jit(lambda p, y, s=solver: lp_jax.solve(dense_step, p, y, solver=s).y1)
-        shapes = (
-            (jax.ShapeDtypeStruct((n, width, width), F32), jax.ShapeDtypeStruct((n, width), F32)),
-            jax.ShapeDtypeStruct((1, width), F32),
-        )
-        temp = temporary(as_users_have_it(forward.lower(*shapes)))
+        temp = temporary(as_users_have_it(lowered(solved(solver), n, width, 1)))
         one_layer_per_interval = parameters / 16
         assert temp < (0.1 * parameters if at_once == 1 else 1.5 * one_layer_per_interval)
 
@@ -117,7 +109,7 @@ def test_program_does_not_grow_with_depth():
 
     def size(n):
         solver = lp_jax.MGRIT(levels=3, coarsening=4, coarse_step=INJECT)
-        return len(lowered(solved(solver), n, width=8).as_text().splitlines())
+        return len(lowered(jax.value_and_grad(solved(solver)), n, width=8).as_text().splitlines())
 
     assert size(4096) < 1.1 * size(64)
 

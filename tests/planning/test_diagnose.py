@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import dense_step
 
 import lp_jax
 from benchmarks import diagnosis
@@ -20,17 +21,12 @@ def linear(y, layer):
     return y + layer.dt * (y @ layer.params)
 
 
-def dense(y, layer):
-    w, b = layer.params
-    return y + layer.dt * jnp.tanh(y @ w + b[None])
+def matrices(scale):
+    return scale * np.random.default_rng(0).normal(size=(N, D, D))
 
 
-def matrices(scale, seed=0):
-    return scale * np.random.default_rng(seed).normal(size=(N, D, D))
-
-
-def states(seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(BATCH, D)))
+def states():
+    return jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, D)))
 
 
 def test_the_numbers_are_those_of_the_jacobians():
@@ -56,28 +52,18 @@ def test_the_numbers_are_those_of_the_jacobians():
     ],
 )
 def test_a_scalar_chain_has_its_exponent(factor, text):
-    rate = N * (factor ** (1 / N) - 1)
-    problem = lp_jax.Problem(lambda y, x: y + x.dt * rate * y, None, jnp.ones((BATCH, 1)), data=jnp.zeros((N, BATCH)))
+    """Its step has a derivative of its own, and no forward mode; the transposed derivative is enough."""
+
+    @jax.custom_vjp
+    def scaled(y):
+        return factor ** (1 / N) * y
+
+    scaled.defvjp(lambda y: (scaled(y), None), lambda _, w: (factor ** (1 / N) * w,))
+    problem = lp_jax.Problem(lambda y, layer: scaled(y), None, jnp.ones((BATCH, 1)), data=jnp.zeros((N, BATCH)))
     found = planning.diagnose(problem, solvers=())
     assert found.lyapunov == pytest.approx(np.log(factor) / N, abs=1e-12)
-    assert found.lipschitz == pytest.approx(abs(rate), abs=1e-12)
+    assert found.lipschitz == pytest.approx(N * abs(factor ** (1 / N) - 1), abs=1e-12)
     assert found.verdict == f"This chain {text} as large after the last layer."
-
-
-@jax.custom_vjp
-def damped(y):
-    return 0.5 * y
-
-
-damped.defvjp(lambda y: (damped(y), None), lambda _, w: (0.5 * w,))
-
-
-def test_a_step_with_a_derivative_of_its_own():
-    """It has no forward mode; its transposed derivative is enough."""
-    problem = lp_jax.Problem(lambda y, layer: damped(y), None, states(), data=jnp.zeros((N, 1)))
-    found = planning.diagnose(problem, solvers=())
-    assert found.lyapunov == pytest.approx(np.log(0.5))
-    assert found.lipschitz == pytest.approx(N * 0.5)
 
 
 def recurrent(batch=16, width=8):
@@ -88,8 +74,7 @@ def recurrent(batch=16, width=8):
 
 
 def network(t1):
-    params = jnp.asarray(matrices(1.0)), jnp.zeros((N, D))
-    return lp_jax.Problem(dense, params, states(), t1=t1)
+    return lp_jax.Problem(dense_step, (jnp.asarray(matrices(1.0)), jnp.zeros((N, D))), states(), t1=t1)
 
 
 PROBLEMS = {"T = 4": network(4.0), "recurrent": recurrent()}
@@ -137,15 +122,9 @@ def test_examples_are_cut_where_the_step_takes_fewer():
     def given(y, layer):
         return y + layer.dt * layer.data * layer.shared
 
-    def knows(y, layer):
-        return y + layer.dt * jnp.ones((BATCH, D))
-
-    for step, arrays, count in (
-        (given, {"data": inputs, "shared": mask}, 2),
-        (given, {"data": inputs, "shared": jnp.ones((1, D))}, 2),
-        (knows, {"data": jnp.zeros((N, 1))}, BATCH),
-    ):
-        problem = lp_jax.Problem(step, None, states(), **arrays)
+    knows = lambda y, layer: y + layer.dt * mask  # noqa: E731
+    for step, shared, count in ((given, mask, 2), (given, jnp.ones((1, D)), 2), (knows, None, BATCH)):
+        problem = lp_jax.Problem(step, None, states(), data=inputs, shared=shared)
         assert planning.diagnose(problem, examples=2, solvers=()).examples == count
     alone = lp_jax.Problem(linear, jnp.asarray(matrices(1.0)), jnp.ones(D))
     assert planning.diagnose(alone, solvers=()).examples == 1
