@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from lp_jax._arrays import _check, _tree
+from lp_jax._arrays import _check, _products, _tree
 from lp_jax._arrays._types import CPoints, Layer, PyTree, Stacked, State
 from lp_jax._comms._comm import Comm
 from lp_jax._comms._mesh import same_over
@@ -231,10 +230,10 @@ def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: 
         return start, start
     _refuse_split(comm, "a carry with integers or keys")
     program = jax.make_jaxpr(body)(init, x).jaxpr
-    program = program.replace(eqns=[equation for equation in program.eqns if equation.outvars])  # not those that print
-    for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(init)):
-        _, used = dce_jaxpr(program, [k == i for k in range(len(program.outvars))])
-        if not inexact[i] and any(u and m for u, m in zip(used, inexact, strict=False)):
+    solved = [*inexact, *[False] * (len(program.invars) - len(inexact))]
+    follows = _products.following(program, solved)
+    for (path, leaf), known, follow in zip(jax.tree.leaves_with_path(init), inexact, follows, strict=False):
+        if follow and not known:
             raise _IntegersFollow(
                 f"init{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, and body computes it from floating-point leaves of "
                 "the carry, which are solved for iteratively. Return it as y instead, or make it floating point."

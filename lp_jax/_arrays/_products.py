@@ -70,6 +70,27 @@ def _callee(equation: core.JaxprEqn) -> core.Jaxpr | None:
     return next((p for p in inside(equation) if (len(p.invars), len(p.outvars)) == arity), None)
 
 
+def following(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Flag the results of a program that depend on the flagged inputs."""
+    known: dict[core.Var, bool] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(v: core.Var | core.Literal) -> bool:
+        return not isinstance(v, core.Literal) and known.get(v, False)
+
+    for equation in jaxpr.eqns:
+        operands, before, name = list(map(of, equation.invars)), None, equation.primitive.name
+        results, first = [any(operands)] * len(equation.outvars), int(name == "cond")
+        programs = inside(equation) if first else [p for p in [_callee(equation)] if p is not None]
+        consts, carries = scan_parts(equation) if name == "scan" else (0, 0)
+        while programs and operands != before:
+            before, flags = list(operands), [following(program, operands[first:]) for program in programs]
+            results = [any((*operands[:first], *each)) for each in zip(*flags, strict=True)]
+            carry = slice(consts, consts + carries)
+            operands[carry] = [a or b for a, b in zip(operands[carry], results, strict=False)]
+        known.update(zip(equation.outvars, results, strict=True))
+    return list(map(of, jaxpr.outvars))
+
+
 def _work(jaxpr: core.Jaxpr, terms: int | None) -> float:
     """Flops of the products."""
     total = 0.0

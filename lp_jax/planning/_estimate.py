@@ -47,7 +47,7 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
 
     def look(problem: Problem) -> Machine:
         program, operands = _traced.trace(problem, (Serial(),))
-        known = named(device) if device else program.workers.processor
+        known = program.workers.processor if device is None else named(device)
         layer, layers, y = program.traced.footprint, program.workers.layers, operands.y0
         first = _tree.entry_like(operands.slices)
         kept = jax.eval_shape(program.chain(*operands[:3]).linearised.evaluate, y, first, operands.shared)[2]
