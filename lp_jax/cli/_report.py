@@ -270,6 +270,8 @@ def _answers(made: Experiment, params: PyTree) -> "dict[str, Figure]":
     if task.unscaled is None and task.outputs > 100:  # too many to read
         return {}
     pairs = [(y, np.asarray(train.predict(made.tested, params, x))) for x, y in task.test_batches]
+    if task.unscaled is None:  # the outputs of a batch go at once: those of a text are large
+        pairs = [(y.ravel(), outputs.argmax(axis=-1).ravel()) for y, outputs in pairs]
     truth, answers = (np.concatenate(column) for column in zip(*pairs, strict=True))
     if task.unscaled is not None:
         return {"predictions.png": viz.predictions(task.unscaled(truth), task.unscaled(answers))}
