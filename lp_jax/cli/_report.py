@@ -275,5 +275,5 @@ def _answers(made: Experiment, params: PyTree) -> "dict[str, Figure]":
     truth, answers = (np.concatenate(column) for column in zip(*pairs, strict=True))
     if task.unscaled is not None:
         return {"predictions.png": viz.predictions(task.unscaled(truth), task.unscaled(answers))}
-    matrix = metrics.confusion_matrix(truth.ravel(), answers.argmax(axis=-1).ravel(), labels=np.arange(task.outputs))
+    matrix = metrics.confusion_matrix(truth, answers, labels=np.arange(task.outputs))
     return {"confusion.png": viz.confusion(matrix, task.names)}
