@@ -108,10 +108,8 @@ def test_gradients_of_refined_layers_are_smaller_by_the_factor():
 
 
 def test_pairs_of_lbfgs_begin_anew():
-    optimizer = optax.chain(optax.scale_by_lbfgs(memory_size=3), optax.scale(-0.1))
-    network = model()
-    state = trained(network, optimizer)
-    _, deeper = train.deepen(network, state, optimizer)
+    optimizer, network = optax.chain(optax.scale_by_lbfgs(memory_size=3), optax.scale(-0.1)), model()
+    _, deeper = train.deepen(network, trained(network, optimizer), optimizer)
     assert int(deeper.opt_state[0].count) == 0
     assert deeper.opt_state[0].diff_params_memory["trunk"]["layers"]["inner"]["kernel"].shape == (3, 8, 5, 5)
 
@@ -182,8 +180,6 @@ def test_depths_that_do_not_follow_are_refused():
 
 
 class Numbered(nnx.Module):
-    """A layer that reads its number."""
-
     def __init__(self, rngs):
         self.linear = nnx.Linear(5, 5, param_dtype=F64, rngs=rngs)
 
@@ -199,10 +195,10 @@ def around(layer):
 
 def test_layers_that_read_their_number_are_refused():
     network = around(Numbered)
-    with pytest.raises(TypeError, match="Numbered reads its number"):
-        train.deepen(network, trained(network, optax.sgd(0.1), steps=1), optax.sgd(0.1))
-    with pytest.raises(TypeError, match="Numbered reads its number"):
-        contrib.mgopt(network, optax.sgd(0.1))
+    state = trained(network, optax.sgd(0.1), steps=1)
+    for refine in (functools.partial(train.deepen, network, state), functools.partial(contrib.mgopt, network)):
+        with pytest.raises(TypeError, match="Numbered reads its number"):
+            refine(optax.sgd(0.1))
 
 
 def test_running_statistics_go_along():

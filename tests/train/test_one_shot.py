@@ -178,12 +178,19 @@ def test_a_line_search_that_fails_keeps_the_step_before_and_says_so():
         train.Backtracking(trials=0)
 
 
-def test_line_searches_of_optax_work_too():
+def test_line_searches_of_optax_work_too_and_a_loss_without_a_trajectory_is_refused():
     (params, batch, loss_fn), optimizer = growth(2.5), optax.lbfgs()
     step_fn, state = train.make_train_step(loss_fn, optimizer), train.init_state(params, optimizer)
     for _ in range(8):
         state, metrics = step_fn(state, batch, lp_jax.Serial(), None)
     assert metrics.loss < 1e-8
+
+    def forgetful(*args):
+        loss, info = loss_fn(*args)
+        return loss, info._replace(trajectory=None)
+
+    with pytest.raises(ValueError, match=r"trajectory=solution.trajectory"):
+        train.one_shot(forgetful, params, optax.sgd(0.1), batch, solver=lp_jax.Picard())
 
 
 def test_lbfgs_of_spread_parameters_goes_the_way_of_optax():
@@ -204,22 +211,8 @@ def test_lbfgs_of_spread_parameters_goes_the_way_of_optax():
         x, y = x - length * np.asarray(wanted), y - length * joined(got)
     with pytest.raises(ValueError, match="memory_size must be"):
         train.scale_by_lbfgs(0)
-
-
-def test_the_memory_of_lbfgs_is_spread_as_the_parameters_are():
-    """As a step returns it, so that the second step does not compile again."""
+    # the memory is spread as a step returns it, so that the second step does not compile again
     spread = jax.NamedSharding(jax.make_mesh((2,), ("layers",), devices=jax.devices()[:2]), jax.P("layers"))
     params = jax.device_put(np.ones((4, 3)), spread)
     memory = train.init_state(params, train.scale_by_lbfgs(5)).opt_state.steps
     assert memory.shape == (4, 3, 5) and memory.sharding.is_equivalent_to(spread, 3)
-
-
-def test_a_loss_without_a_trajectory_is_refused():
-    params, batch, loss_fn = growth(2.5)
-
-    def forgetful(*args):
-        loss, info = loss_fn(*args)
-        return loss, info._replace(trajectory=None)
-
-    with pytest.raises(ValueError, match=r"trajectory=solution.trajectory"):
-        train.one_shot(forgetful, params, optax.sgd(0.1), batch, solver=lp_jax.Picard())
