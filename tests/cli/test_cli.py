@@ -605,33 +605,24 @@ def test_debug_shows_where_an_error_comes_from(cli, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.fixture
-def mnist(tmp_path):
-    """A tiny data set in MNIST's format."""
+def test_mnist_trains_from_its_files_resumes_without_naming_them_and_says_what_is_missing(cli, tmp_path):
     rng = np.random.default_rng(0)
     parts = [(rng.integers(256, size=(count, 5, 4)), rng.integers(10, size=count)) for count in (60, 20)]
-    return data_files.mnist(tmp_path / "mnist", *parts[0], *parts[1])
-
-
-def test_mnist_trains_from_its_files_and_resumes_without_naming_them(cli, mnist, tmp_path):
+    mnist, run = data_files.mnist(tmp_path / "mnist", *parts[0], *parts[1]), tmp_path / "run"
     options = ["--serial", "--model", "conv", "--layers", "4", "--batch-size", "20", "--epochs", "1", "--no-pictures"]
-    code, out, _ = cli("train", "mnist", "--data", mnist, "--out", tmp_path / "run", *options)
+    code, out, _ = cli("train", "mnist", "--data", mnist, "--out", run, *options)
     assert code == 0 and "test accuracy" in out
-    assert cli("train", "mnist", "--out", tmp_path / "run", "--resume", "--no-pictures")[0] == 0
-    code, _, err = cli("train", "digits", "--out", tmp_path / "run", "--resume")
-    assert code == 1 and "holds a run on mnist, not digits" in one_line(err)
-
-
-def test_missing_and_damaged_files_are_told_in_one_line(cli, mnist, tmp_path):
+    assert cli("train", "mnist", "--out", run, "--resume", "--no-pictures")[0] == 0
     images = mnist / "train-images-idx3-ubyte.gz"
     images.write_bytes(images.read_bytes()[:100])
-    code, _, err = cli("train", "mnist", "--data", mnist, "--out", tmp_path / "run")
-    assert code == 1 and str(images) in one_line(err)
-    images.unlink()
-    code, _, err = cli("train", "mnist", "--data", mnist, "--out", tmp_path / "run")
-    assert code == 1 and "has no file train-images-idx3-ubyte" in one_line(err)
-    code, _, err = cli("train", "mnist")
-    assert code == 2 and "--data" in one_line(err)
+    for args, wanted, message in (
+        (["digits", "--out", run, "--resume"], 1, "holds a run on mnist, not digits"),
+        (["mnist", "--data", mnist, "--out", tmp_path / "other"], 1, str(images)),
+        (["mnist", "--data", tmp_path, "--out", tmp_path / "other"], 1, "has no file train-images-idx3-ubyte"),
+        (["mnist"], 2, "--data"),
+    ):
+        code, _, err = cli("train", *args)
+        assert code == wanted and message in one_line(err)
 
 
 def program(*args, stdout=subprocess.PIPE, **variables):
