@@ -281,7 +281,6 @@ def overridden(stored: Mapping[str, Any], look: argparse.Namespace, sources: Col
         void |= {"adjoint_solver", "adjoint_iterations"}
     if look.devices or look.mesh or look.mpi or look.distributed:
         void |= {"devices", "mesh"}
-    void |= {"spatial"} if stored.get("spatial") is None else set()  # of earlier versions, which had this option
     kept = {name: value for name, value in stored.items() if name not in void}
     for option, value in _leaves({name: value for name, value in kept.items() if name not in sources}):
         if not isinstance(value, str) or value in look.named or re.fullmatch(r"[\w=,+-]*", value):

@@ -148,8 +148,7 @@ def test_another_class_of_solver_inherits_nothing_from_a_stored_one():
         *["--solver", "MGRIT", "--solver.storage", "all", "--adjoint_iterations", "1", "--devices", "2"]
     )
     args = ["--solver", "Picard", "--layers", "8"]
-    earlier = stored | {"spatial": None}  # an option that is gone
-    kept = _options.overridden(earlier, _options.first_look(args, "lp-jax train digits"), ())
+    kept = _options.overridden(stored, _options.first_look(args, "lp-jax train digits"), ())
     given, _ = options(*args, stored=kept)
     assert _options.solvers(given, _models.Dense()) == (lp_jax.Picard(), lp_jax.Picard())
     assert (given.layers, given.devices) == (8, 2)
