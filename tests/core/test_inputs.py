@@ -33,13 +33,10 @@ TRAJECTORY = lp_jax.MGRIT(coarse_step=lp_jax.Picard(around="trajectory"), spatia
 BY_TIME = {"step": lambda y, layer: y + layer.dt * layer.params * y, "params": jnp.ones(12), "y0": dense_state(2, 4)}
 OF_3, SAME = jnp.zeros((3, 2, 3), jnp.float32), {"step": lambda y, layer: y}
 WITH_TANH = {"w": jnp.ones((6, 4, 4)), "activation": jnp.tanh}
+UNEQUAL, SECANT, WINDOWED = {"params": (PARAMS[0], PARAMS[1][1:])}, lp_jax.Secant(sweeps=2), lp_jax.Windowed(windows=2)
 DOWN = [0.0, 1, 2, 3, 2, 5, 6, 7, 8, 9, 10, 11, 12]
 REFUSED = [
-    (
-        ValueError,
-        "params | one leading length | [0]: 12, params[1]: 11 | shared",
-        {"params": (PARAMS[0], PARAMS[1][1:])},
-    ),
+    (ValueError, "params | one leading length | [0]: 12, params[1]: 11 | shared", UNEQUAL),
     (ValueError, "params | data | params[0]: 12 | data: 5", {"data": jnp.ones(5)}),
     (ValueError, "params and data have no arrays | stack", {"params": ()}),
     (ValueError, "params | leading length 0 | at least one layer", {"params": jnp.ones((0, 3))}),
@@ -55,23 +52,15 @@ REFUSED = [
     (TypeError, "solver | MGRIT(...) | Call it", {"solver": lp_jax.MGRIT}),
     (TypeError, "adjoint_solver | 'serial'", {"adjoint_solver": "serial"}),
     (ValueError, "Picard | tolerance | fixed effort", {"solver": lp_jax.MGRIT(coarse_step=lp_jax.Picard(rtol=1e-3))}),
-    (
-        ValueError,
-        "the sweeps before it. Take Picard(sweeps=2)",
-        {"solver": lp_jax.MGRIT(coarse_step=lp_jax.Secant(sweeps=2))},
-    ),
+    (ValueError, "the sweeps before it. Take Picard(sweeps=2)", {"solver": lp_jax.MGRIT(coarse_step=SECANT)}),
     (TypeError, "coarse_step | Rediscretize | 'inject'", {"solver": lp_jax.MGRIT(coarse_step="inject")}),
     (TypeError, "coarsest | Serial(), Picard | MGRIT", {"solver": lp_jax.MGRIT(coarsest=lp_jax.MGRIT())}),
-    (ValueError, "coarsest | windows=2 | Take Picard", {"solver": lp_jax.MGRIT(coarsest=lp_jax.Windowed(windows=2))}),
+    (ValueError, "coarsest | windows=2 | Take Picard", {"solver": lp_jax.MGRIT(coarsest=WINDOWED)}),
     (ValueError, 'around="trajectory" | spatial', {"solver": TRAJECTORY, **BY_TIME}),
     (ValueError, "guess | 'constant' | 'ones'", {"guess": "ones"}),
     (ValueError, "guess | float64[12,2,3] | float64[3,2,3]", {"guess": OF_3.astype(float), "solver": lp_jax.Picard()}),
     (ValueError, "guess | float64[3,2,3] | float32[3,2,3]", {"guess": OF_3, "solver": lp_jax.MGRIT()}),
-    (
-        ValueError,
-        "guess | windows=2 | take Picard",
-        {"guess": jnp.zeros((12, 2, 3)), "solver": lp_jax.Windowed(windows=2)},
-    ),
+    (ValueError, "guess | windows=2 | take Picard", {"guess": jnp.zeros((12, 2, 3)), "solver": WINDOWED}),
     (ValueError, "t1 | later than t0 | t0=1.0, t1=0.5", {"t0": 1.0, "t1": 0.5}),
     (ValueError, "t1 | finite", {"t1": np.inf}),
     (ValueError, "t1 | 13 times | (12,)", {"t1": np.linspace(0, 1, 12)}),
@@ -137,10 +126,7 @@ def test_a_trajectory_is_never_ignored():
 
 def test_non_finite_is_a_result_not_an_exception():
     """With a tolerance a residual that is no number ends the loop."""
-
-    def explode(y, layer):
-        return y * 1e200
-
+    explode = lambda y, layer: y * 1e200  # noqa: E731
     solver = lp_jax.MGRIT(coarsening=2, iterations=50, rtol=1e-8, coarse_step=INJECT, start="guess")
     assert int(solve(explode, solver=solver).stats.iterations) < 5
     solution = jax.jit(lambda: solve(explode, solver=lp_jax.MGRIT(coarse_step=INJECT)))()
@@ -203,10 +189,8 @@ def test_the_level_is_static_under_checkpoint():
 def test_a_solution_is_shown_in_a_line():
     solution = lp_jax.solve(lambda y, layer: y + layer.params, jnp.ones((16, 4)), jnp.ones(4), solver=lp_jax.MGRIT())
     shown = repr(solution)
-    assert (
-        "y1=float64[4], stats=Stats(iterations=2, residual_norms=[–, " in shown and "result=0 (done as asked)" in shown
-    )
-    assert len(shown) < 200
+    assert "y1=float64[4], stats=Stats(iterations=2, residual_norms=[–, " in shown
+    assert "result=0 (done as asked)" in shown and len(shown) < 200
 
 
 @pytest.mark.parametrize(

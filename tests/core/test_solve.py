@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from compiled import compiled
 from problems import INJECT, dense_params, dense_state, dense_step
+from products import layer as plain
 
 import lp_jax
 
@@ -61,16 +62,13 @@ def test_eager_calls_compile_once():
 
 
 def test_tolerances_stop_the_loop():
-    history = lp_jax.solve(
-        dense_step, PARAMS, Y0, solver=lp_jax.MGRIT(iterations=8, coarse_step=INJECT)
-    ).stats.residual_norms
+    cycles = lp_jax.MGRIT(iterations=8, coarse_step=INJECT)
+    history = lp_jax.solve(dense_step, PARAMS, Y0, solver=cycles).stats.residual_norms
     assert history[0] == -1
     for k in (3, 5):
         for tolerance in ({"atol": float(history[k - 1])}, {"rtol": float(history[k - 1] / history[1])}):
             tolerance = {name: value * (1 + 1e-9) for name, value in tolerance.items()}
-            stats = lp_jax.solve(
-                dense_step, PARAMS, Y0, solver=lp_jax.MGRIT(iterations=8, coarse_step=INJECT, **tolerance)
-            ).stats
+            stats = lp_jax.solve(dense_step, PARAMS, Y0, solver=dataclasses.replace(cycles, **tolerance)).stats
             assert int(stats.iterations) == k
             np.testing.assert_allclose(stats.residual_norms[:k], history[:k], rtol=1e-12)
             assert (stats.residual_norms[k:] == -1).all()
@@ -90,12 +88,8 @@ def test_layer_fields():
     seen = {}
 
     def step(y, layer):
-        jax.debug.callback(
-            lambda i, t, dt: seen.setdefault(layer.level, set()).add((int(i), float(t), float(dt))),
-            layer.index,
-            layer.t,
-            layer.dt,
-        )
+        note = lambda i, t, dt: seen.setdefault(layer.level, set()).add((int(i), float(t), float(dt)))  # noqa: E731
+        jax.debug.callback(note, layer.index, layer.t, layer.dt)
         return y + 0 * layer.params
 
     times = np.asarray([0.0, 1, 2, 4, 8, 16, 32, 64, 128])  # 7 of 8: the last interval is short
@@ -106,9 +100,6 @@ def test_layer_fields():
     assert seen[0] >= {(n, times[n], dt[n]) for n in range(8)}
     assert seen[1] >= {(0, 0.0, 4.0), (3, 4.0, 28.0), (6, 32.0, 96.0)}
     assert seen[2] >= {(0, 0.0, 32.0), (6, 32.0, 96.0)}
-
-
-# ------------------------------------------------------------------------------------------------------------- the code
 
 
 @pytest.mark.parametrize(
@@ -163,10 +154,6 @@ CALLS = {
 }
 
 
-def plain(y, layer):
-    return y + layer.dt * jnp.tanh(y @ layer.params)
-
-
 @pytest.mark.parametrize("message", CALLS)
 def test_a_wrong_call_is_told_what_may_be_meant(message):
     with pytest.raises(TypeError, match=message):
@@ -178,9 +165,6 @@ def test_subpackages_come_with_the_package():
         assert getattr(lp_jax, name).__name__ == f"lp_jax.{name}"
     with pytest.raises(AttributeError, match="no attribute 'layers'"):
         lp_jax.layers  # noqa: B018
-
-
-# --- a problem solves itself ----------------------------------------------------------------------------------------
 
 
 def test_a_problem_with_something_replaced_is_checked_anew():

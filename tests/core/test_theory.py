@@ -8,13 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import (
-    INJECT,
-    assert_serial,
-    dense_params,
-    dense_state,
-    dense_step,
-)
+from problems import INJECT, assert_serial, dense_params, dense_state, dense_step
 
 import lp_jax
 from lp_jax._arrays import _tree
@@ -22,22 +16,6 @@ from lp_jax._arrays import _tree
 
 def levels_of(solver, step, params, y0, t1=1.0):
     return lp_jax.multigrid.hierarchy(lp_jax.Problem(step, params, y0, t1=t1), solver)
-
-
-def serial_states(step, params, y0, t1):
-    """All states after layer 0, ..., N-1, by a hand-written scan."""
-    n = jax.tree.leaves(params)[0].shape[0]
-
-    def body(y, x):
-        p, t, i = x
-        y = step(y, lp_jax.Layer(p, None, None, t, jnp.asarray(t1 / n), i, 0))
-        return y, y
-
-    return jax.lax.scan(body, y0, (params, np.arange(n) * t1 / n, jnp.arange(n)))[1]
-
-
-def squared(y):
-    return jnp.sum(y**2)
 
 
 # ---------------------------------------------------------------------------------------------- equality, termination
@@ -50,7 +28,8 @@ def test_finite_termination(relaxation, exact_per_cycle):
     params, y0 = dense_params(n, 4, scale=2.0), dense_state(2, 4)
     solver = lp_jax.MGRIT(coarsening=m, relaxation=relaxation, coarse_step=INJECT, start="guess")
     levels = levels_of(solver, dense_step, params, y0, t1)
-    exact = serial_states(dense_step, params, y0, t1)[m - 1 :: m]
+    _, states = jax.lax.scan(lambda y, p: (y + t1 / n * jnp.tanh(y @ p[0] + p[1][None]),) * 2, y0, params)
+    exact = states[m - 1 :: m]
     u, once = jnp.zeros_like(exact), jax.jit(lambda u: solver.improve(levels, u)[0])
     for k in range(1, math.ceil(n / m / exact_per_cycle) + 1):
         u = once(u)
@@ -71,7 +50,7 @@ def test_finite_termination(relaxation, exact_per_cycle):
 )
 def test_exact_coarse_steps_converge_in_one_cycle(coarse_step, skip):
     solver = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=coarse_step, start="cascade" if skip else "guess")
-    assert_serial(dense_step, dense_params(30, 4), dense_state(2, 4), squared, solver, t1=4.0)
+    assert_serial(dense_step, dense_params(30, 4), dense_state(2, 4), lambda y: jnp.sum(y**2), solver, t1=4.0)
 
 
 # -------------------------------------------------------------------------------------------------- convergence theory
@@ -208,20 +187,14 @@ def test_picard_in_windows(n, adjoint, sweeps):
 @pytest.mark.parametrize(
     ("n", "reverse", "factor"),
     [
-        *((n, reverse, 1.0) for n, reverse in [(0, False), (1, True), (5, False), (9, True), (37, False), (128, True)]),
-        *(
-            (n, reverse, 0.9)
-            for n, reverse in [(0, False), (7, True), (16, False), (71, True), (512, False), (513, True)]
-        ),
+        *((n, back, 1.0) for n, back in [(0, False), (1, True), (5, False), (9, True), (37, False), (128, True)]),
+        *((n, back, 0.9) for n, back in [(0, False), (7, True), (16, False), (71, True), (512, False), (513, True)]),
     ],
 )
 def test_prefix_sums(n, reverse, factor):
     """Of numbers, and of those whose sum decays from step to step."""
-    x, start, order = (
-        np.random.default_rng(n).uniform(size=(n, 3)),
-        np.arange(3.0),
-        slice(None, None, -1 if reverse else 1),
-    )
+    x, start = np.random.default_rng(n).uniform(size=(n, 3)), np.arange(3.0)
+    order = slice(None, None, -1 if reverse else 1)
     wanted = [start]
     for one in x[order]:
         wanted.append(factor * wanted[-1] + one)

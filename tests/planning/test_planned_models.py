@@ -23,13 +23,6 @@ from lp_jax.planning._result import Probed
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-@pytest.fixture(autouse=True)
-def few_samples(monkeypatch):
-    """Times are positive after one short sample, too."""
-    monkeypatch.setattr(planning._measure, "_SAMPLES", 1)
-    monkeypatch.setattr(planning._measure, "_SAMPLE", 1e-3)
-
-
 UNFILLED = machine(1e-5, 1e-5, at_once=(1, 1024), examples=8)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from networks import mesh
 from problems import machine, relative_error
+from products import layer
 
 import lp_jax
 from lp_jax import planning
@@ -98,17 +99,9 @@ def test_machines_are_saved_and_read_and_other_files_are_refused_in_one_line(tmp
 
 def deep(layers, examples=2):
     params = jnp.asarray(np.random.default_rng(0).normal(size=(layers, 4, 4)))
-    return lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), params, jnp.ones((examples, 4)))
+    return lp_jax.Problem(layer, params, jnp.ones((examples, 4)))
 
 
-@pytest.fixture
-def few_samples(monkeypatch):
-    """Times are positive after one short sample, too."""
-    monkeypatch.setattr(_measure, "_SAMPLES", 1)
-    monkeypatch.setattr(_measure, "_SAMPLE", 1e-3)
-
-
-@pytest.mark.usefixtures("few_samples")
 def test_calibration_measures_the_network_that_it_is_given():
     def step(y, layer):
         return y + layer.dt * jnp.tanh(y @ layer.params * layer.shared + layer.data[None])
@@ -145,19 +138,20 @@ def measured(monkeypatch, clock):
     return started, times
 
 
-def of(started, name):
-    return [layers for what, layers in started if what == name]
-
-
 def test_newton_is_measured_while_an_iteration_is_faster_than_serial_propagation_through_all_layers(measured):
     """An iteration takes ten layers' time, whatever their number: slower than a layer, faster than all 64."""
     started, times = measured
     machine = lp_jax.calibrate(deep(64), newton=True)
-    assert of(started, "iteration") == [2, 2, 8, 64] and machine.newton == (1.5e-4, 3e-4, 3e-4, 3e-4)
+    assert [n for what, n in started if what == "iteration"] == [2, 2, 8, 64] and machine.newton == (
+        1.5e-4,
+        3e-4,
+        3e-4,
+        3e-4,
+    )
     started.clear()
     times["iteration"] = lambda problem, solver: 1.0 * problem.layers
     assert lp_jax.calibrate(deep(64), newton=True).newton == (1.0, 2.0, 8.0, 64.0)
-    assert of(started, "iteration") == [2]
+    assert [n for what, n in started if what == "iteration"] == [2]
 
 
 @pytest.mark.parametrize(
@@ -282,25 +276,15 @@ def test_memory_is_what_the_compiler_says(layers):
     looped = machine(state_bytes=state, kept_bytes=2 * state, layer_bytes=65 * 64 * 4)
     rows = [row for row in results["rows"] if row["layers"] == layers]
     assert len(rows) == 11
+    named = {"lax.scan": lp_jax.Serial(), "global Picard, 3/2": lp_jax.Picard(sweeps=3)}
+    named["Serial, checkpoints"] = lp_jax.Serial(checkpoint_every=math.isqrt(layers))
     for row in rows:
-        solver = _of_row(row["name"], layers)
+        storage = "all" if "all states" in row["name"] else "c_points"
+        cycles = lp_jax.MGRIT(coarsening=16, storage=storage, at_once=1 if "looped" in row["name"] else math.inf)
+        solver = named.get(row["name"], cycles)
         found = planning.predict(solver, solver, layers, looped)
         assert found.bytes == pytest.approx(row["total"], rel=0.05), row["name"]
         assert found.kept + found.working == pytest.approx(row["temporary_bytes"], rel=0.3), row["name"]
-
-
-def _of_row(name, layers):
-    if name == "lax.scan":
-        return lp_jax.Serial()
-    if name == "Serial, checkpoints":
-        return lp_jax.Serial(checkpoint_every=math.isqrt(layers))
-    if name == "global Picard, 3/2":
-        return lp_jax.Picard(sweeps=3)
-    return lp_jax.MGRIT(
-        coarsening=16,
-        storage="all" if "all states" in name else "c_points",
-        at_once=1 if "looped" in name else math.inf,
-    )
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------
@@ -383,11 +367,7 @@ def test_solvers_of_the_user_are_probed_first_and_a_compiled_program_runs_to_its
     [
         (UNFILLED, None, r"\d+ solvers predicted faster than serial .*Their gradient errors were not measured"),
         (machine(1e-5, 1.0, at_once=(1, 64)), None, "No parallel solver is predicted 1.15 .*a layer fills the device"),
-        (
-            LOOPED,
-            lambda *pair: probed(0.0),
-            "No parallel solver.*layers run one after another",
-        ),
+        (LOOPED, lambda *pair: probed(0.0), "No parallel solver.*layers run one after another"),
     ],
     ids=["not measured", "a layer fills the device", "one after another"],
 )
@@ -411,18 +391,15 @@ def test_errors_are_those_of_the_gradient(monkeypatch):
     rng = np.random.default_rng(0)
     params, y0 = jnp.asarray(rng.normal(size=(32, 6, 6)) / 3), jnp.asarray(rng.normal(size=(5, 6)))
 
-    def step(y, layer):
-        return y + layer.dt * jnp.tanh(y @ layer.params)
-
     def loss(params, solver, adjoint_solver):
-        y1 = lp_jax.solve(step, params, y0, t1=2.0, solver=solver, adjoint_solver=adjoint_solver).y1
+        y1 = lp_jax.solve(layer, params, y0, t1=2.0, solver=solver, adjoint_solver=adjoint_solver).y1
         return 0.5 * jnp.sum(y1**2)
 
     def exact(params):
         y1, _ = jax.lax.scan(lambda y, w: (y + 2.0 / 32 * jnp.tanh(y @ w), None), y0, params)
         return 0.5 * jnp.sum(y1**2)
 
-    problem, cycles = lp_jax.Problem(step, params, y0, t1=2.0), _plan.cycles
+    problem, cycles = lp_jax.Problem(layer, params, y0, t1=2.0), _plan.cycles
     monkeypatch.setattr(_plan, "cycles", lambda *args: cycles(*args)[:1])  # each is a program
     found = lp_jax.plan(problem, machine=UNFILLED, error=1e-12, seconds=1e9)
     e = np.asarray(jax.jit(jax.grad(exact))(params))
@@ -474,13 +451,9 @@ def test_more_devices():
 # --- estimates -----------------------------------------------------------------------------------------------------
 
 
-def dense(width, layers=256):
-    return (lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)), jnp.zeros((layers, width, width), "float32")
-
-
 def test_an_estimate_counts_operations():
-    step, params = dense(512)
-    machine = planning.estimate(lp_jax.Problem(step, params, jnp.zeros((256, 512), "float32")), device="V100")
+    params, y0 = jnp.zeros((256, 512, 512), "float32"), jnp.zeros((256, 512), "float32")
+    machine = planning.estimate(lp_jax.Problem(layer, params, y0), device="V100")
     assert machine.at_once == (1, 4, 32, 256)
     slope = (machine.seconds("forward", 256) - machine.seconds("forward", 1)) / 255
     product = 2 * 256 * 512 * 512 / 1.57e13
@@ -531,12 +504,11 @@ def test_a_switch_costs_all_of_its_branches_where_layers_are_evaluated_at_once()
 
 
 def test_shapes_are_enough_for_an_estimate():
-    step, params = dense(64)
-    y0 = jnp.zeros((32, 64), "float32")
+    params, y0 = jnp.zeros((256, 64, 64), "float32"), jnp.zeros((32, 64), "float32")
     shapes = jax.eval_shape(lambda: (params, y0))
-    machine = planning.estimate(lp_jax.Problem(step, params, y0), device="H100")
-    assert planning.estimate(lp_jax.Problem(step, *shapes), device="H100") == machine
-    traced = jax.jit(lambda *arrays: planning.estimate(lp_jax.Problem(step, *arrays), device="H100").state_bytes)
+    machine = planning.estimate(lp_jax.Problem(layer, params, y0), device="H100")
+    assert planning.estimate(lp_jax.Problem(layer, *shapes), device="H100") == machine
+    traced = jax.jit(lambda *arrays: planning.estimate(lp_jax.Problem(layer, *arrays), device="H100").state_bytes)
     assert traced(params, y0) == machine.state_bytes
     assert machine.examples == 32 and 0.9 < machine.overhead < 1 and 0.3 < machine.relaxation < 0.5
     assert machine.kept_bytes in (32 * 64 * 4, 2 * 32 * 64 * 4)  # of a tanh JAX 0.10 keeps two arrays, 0.12 one
@@ -555,8 +527,7 @@ def test_a_plan_for_workers_at_hand_measures_their_messages(monkeypatch, clock):
 
     monkeypatch.setattr(_plan, "interconnect", measured)
     mesh = jax.make_mesh((2,), ("layers",), devices=jax.devices()[:2])
-    step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
-    problem = lp_jax.Problem(step, jnp.ones((64, 4, 4)) / 8, jnp.ones((2, 4)))
+    problem = lp_jax.Problem(layer, jnp.ones((64, 4, 4)) / 8, jnp.ones((2, 4)))
     slow = machine(1e-5, 1e-5, at_once=(1, 64), state_bytes=64)
     found = lp_jax.plan(problem, comm=mesh, machine=slow, seconds=0.0)
     assert seen == [2] and found.workers == 2 and found.machine.latency == 1e-3
