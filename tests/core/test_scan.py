@@ -160,7 +160,7 @@ def test_a_guess_restarts_a_scan():
 
 # --- `Serial` takes what ``jax.lax.scan`` takes, and returns the same ---------------------------------------------------
 
-XS = jnp.arange(4.0)
+XS, ZERO = jnp.arange(4.0), jnp.int32(0)
 
 
 def follows(c, x):
@@ -189,14 +189,10 @@ DROP_IN = {
     "a flag": (lambda c, x: (~c, jnp.where(c, x, 0.0)), jnp.asarray(True), XS),
     "a key": (lambda c, x: (jax.random.split(c)[0], jax.random.normal(c) + x), jax.random.key(0), XS),
     "a counter beside numbers": (lambda c, x: ((c[0] + 1, c[1] * x), c), (jnp.int32(0), jnp.ones(2)), XS[:, None]),
-    "a counter that is an index": (
-        lambda c, x: ((c[0] + 1, c[1].at[c[0]].add(x)), x),
-        (jnp.int32(0), jnp.zeros(5)),
-        XS,
-    ),
+    "a counter that is an index": (lambda c, x: ((c[0] + 1, c[1].at[c[0]].add(x)), x), (ZERO, jnp.zeros(5)), XS),
     "a counter beside a linear system": (
         lambda c, x: ((c[0] + 1, jnp.linalg.solve(jnp.eye(3) * (2.0 + x), c[1])), x),
-        (jnp.int32(0), jnp.ones(3)),
+        (ZERO, jnp.ones(3)),
         XS,
     ),
     "a gradient in the body": (
@@ -261,22 +257,16 @@ def test_weak_types_are_taken_and_refused_alike(name):
 # --- what is refused ---------------------------------------------------------------------------------------------------
 
 W = jnp.zeros((8, 3))
-INJECTED, MEANS = ({"coarse_step": INJECT}, {"levels": 3, "coarse_step": lp_jax.Rediscretize(params="mean")})
+INJECTED = {"solver": lp_jax.MGRIT(coarse_step=INJECT)}
+MEANS = {"adjoint_solver": lp_jax.MGRIT(levels=3, coarse_step=lp_jax.Rediscretize(params="mean"))}
 NO_DT = r"=.* knows no dt: take coarse_step=Picard\(sweeps=1\)"
 
 
 @pytest.mark.parametrize(
     ("body", "init", "xs", "options", "error", "message"),
     [
-        (lambda y, w: (y + w, None), W[0], W, {"solver": lp_jax.MGRIT(**INJECTED)}, ValueError, f"solver{NO_DT}"),
-        (
-            lambda y, w: (y + w, None),
-            W[0],
-            W,
-            {"adjoint_solver": lp_jax.MGRIT(**MEANS)},
-            ValueError,
-            f"adjoint_solver{NO_DT}",
-        ),
+        (lambda y, w: (y + w, None), W[0], W, INJECTED, ValueError, f"solver{NO_DT}"),
+        (lambda y, w: (y + w, None), W[0], W, MEANS, ValueError, f"adjoint_solver{NO_DT}"),
         (lambda y, w: y + w, W[0], W, {}, TypeError, "body must return a pair"),
         (lambda y, w: (y[None], w), W[0], W, {}, TypeError, r"body .* leaf carry went in as float64\[3\]"),
         (lambda y, w: ((y, y), w), W[0], W, {}, TypeError, "body must return a state like the one it got"),

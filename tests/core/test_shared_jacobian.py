@@ -72,15 +72,8 @@ def test_adjoint_iterates(storage, iterations):
         for n in reversed(range(N)):
             delta = delta @ mean_jacobians(entries)[n] + residuals[n]
             lam[n] = lam[n] + delta
-    _, pullback = lp_jax.solve_vjp(
-        step,
-        None,
-        y0,
-        shared=(w, b),
-        data=x,
-        solver=lp_jax.Picard(sweeps=N, storage=storage),
-        adjoint_solver=shared(iterations),
-    )
+    solvers = {"solver": lp_jax.Picard(sweeps=N, storage=storage), "adjoint_solver": shared(iterations)}
+    _, pullback = lp_jax.solve_vjp(step, None, y0, shared=(w, b), data=x, **solvers)
     gradients, _ = pullback(cotangent)
     np.testing.assert_allclose(gradients.adjoint_trajectory, lam, rtol=1e-11, atol=1e-12)
     np.testing.assert_allclose(gradients.y0, lam[0], rtol=1e-11, atol=1e-12)

@@ -80,14 +80,11 @@ def gradient(params, y0, target, solver, comm=None):
     return solved_loss_and_gradient(convolve, params, y0, to_target, t1=4.0, solver=solver, comm=comm)
 
 
-def serial(params, y0, target):
-    value, (*gradient, _) = serial_loss_and_gradient(convolve, params, y0, functools.partial(loss, target), t1=4.0)
-    return value, tuple(gradient)
-
-
 @functools.cache
 def serial_of(dims):
-    return serial(*problem(dims))
+    params, y0, target = problem(dims)
+    value, (*gradient, _) = serial_loss_and_gradient(convolve, params, y0, functools.partial(loss, target), t1=4.0)
+    return value, tuple(gradient)
 
 
 VARIANTS = {
@@ -111,10 +108,6 @@ def test_the_gradient_is_the_serial_one(dims, variant):
     assert relative_error(got, exact) < 1e-10
 
 
-def decay(y, layer):
-    return (1 - layer.dt) * y
-
-
 def test_f_relaxation_alone_does_not_converge(n=7):
     """The first C-point's error is multiplied by I - P R in every cycle; with FCF it is gone after the first."""
     y0 = jnp.asarray(np.random.default_rng(3).normal(size=(1, n, 1)))
@@ -122,6 +115,7 @@ def test_f_relaxation_alone_does_not_converge(n=7):
     def norms(relaxation, halve):
         fields = {"levels": 2, "coarsening": 4, "min_coarse": 1, "start": "guess", "relaxation": relaxation}
         solver = make(1, spatial=halve, **fields)
+        decay = lambda y, layer: (1 - layer.dt) * y  # noqa: E731
         solution = lp_jax.solve(decay, None, y0, data=jnp.zeros(4), solver=solver, guess="zeros")
         return np.asarray(solution.stats.residual_norms)
 
