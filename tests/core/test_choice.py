@@ -103,9 +103,8 @@ def test_ordinary_networks_are_propagated_serially_on_a_cpu(name):
         body, init, xs = network
         solution = jax.jit(lambda xs: lp_jax.scanned(body, init, xs).solve())(xs)
         assert int(solution.result) == _result.SERIAL
-        np.testing.assert_array_equal(
-            solution.raise_if_failed().y1, jax.jit(lambda xs: jax.lax.scan(body, init, xs)[0])(xs)
-        )
+        wanted = jax.jit(lambda xs: jax.lax.scan(body, init, xs)[0])(xs)
+        np.testing.assert_array_equal(solution.raise_if_failed().y1, wanted)
 
 
 @pytest.mark.parametrize("sizes", [(8, 4096, 4), (16, 4096, 1), (32, 1024, 1)])
@@ -131,11 +130,8 @@ def test_an_accelerator_sweeps_and_takes_newtons_method_for_recurrent_networks()
     tied = (lambda h, _: (h + 0.01 * jnp.tanh(h @ weights), None)), normal(1, 64, 64), None
     with planning.assume(H200):
         assert isinstance(planning.default(lp_jax.scanned(*tied, length=1024)).solver, lp_jax.Picard | lp_jax.Newton)
-    mixes = (
-        (lambda h, x: (jnp.tanh(h - h.mean(axis=0, keepdims=True) + x), None)),
-        *gru(16, 1024, 64)[1:2],
-        normal(1, 1024, 64, 16),
-    )
+    mix = lambda h, x: (jnp.tanh(h - h.mean(axis=0, keepdims=True) + x), None)  # noqa: E731
+    mixes = mix, gru(16, 1024, 64)[1], normal(1, 1024, 64, 16)
     assert not isinstance(chosen(mixes, H200)[0], lp_jax.Newton)  # its examples are not independent
 
 
@@ -177,22 +173,16 @@ def test_budgets_at_most_double_the_time(device):
     assert swept > 2
 
 
-def failing(kind, layers=256):
-    """Sweeps over these layers stall just above the tolerance, or diverge late."""
+@pytest.mark.parametrize("kind", ["stalls", "diverges late"])
+def test_sweeps_that_fail_are_given_up_within_their_budget(kind, layers=256):
+    """They stall just above the tolerance, or diverge late."""
+    init, xs, evaluated = jnp.ones((2, 2)) / 3, jnp.arange(float(layers)), []
 
     def body(y, x):
         if kind == "stalls":  # a layer in the middle that sweeps approach slowly
             push = jnp.where(x == layers // 2, 40.0, 1.0)
             return y + push * jnp.tanh(y - 0.3) / layers * jnp.array([[1.0, 30.0]]), None
         return y + jnp.sin(8.0 * y) * jnp.where(x > layers // 2, 0.4, 1.0 / layers), None
-
-    return body, jnp.ones((2, 2)) / 3, jnp.arange(float(layers))
-
-
-@pytest.mark.parametrize("kind", ["stalls", "diverges late"])
-def test_sweeps_that_fail_are_given_up_within_their_budget(kind):
-    body, init, xs = failing(kind)
-    evaluated = []
 
     def counted(y, x):
         jax.debug.callback(lambda: evaluated.append(1))
@@ -221,16 +211,6 @@ def test_sweeps_that_will_miss_their_tolerance_stop_after_two():
         assert (int(solution.stats.iterations) <= 3) == (sweeps == 8)
 
 
-def loss_of(network, seen="all"):
-    body, init, xs = network
-
-    def loss(init, xs, **solvers):
-        last, ys = lp_jax.scan(body, init, xs, **solvers)
-        return jnp.sum(jnp.cos(last)) + (0 if ys is None or seen == "last" else jnp.mean(ys**2))
-
-    return loss, (init, xs)
-
-
 REMEMBER = {
     **{f"average, rate {rate}": average(rate) for rate in (0.1, 0.01, 0.001)},
     "average from zero": (average(0.01)[0], jnp.zeros((4, 32), jnp.float32), average(0.01)[2]),
@@ -252,7 +232,12 @@ REMEMBER = {
 )
 def test_chains_that_remember(name, seen, device):
     """A small residual is a large error there. The gradient of every argument by itself is right, or exact by a fallback."""
-    loss, arguments = loss_of(REMEMBER[name], seen)
+    body, *arguments = REMEMBER[name]
+
+    def loss(init, xs, **solvers):
+        last, ys = lp_jax.scan(body, init, xs, **solvers)
+        return jnp.sum(jnp.cos(last)) + (0 if ys is None or seen == "last" else jnp.mean(ys**2))
+
     if device is CPU:
         solver, adjoint_solver = SWEEPS
         iterated = functools.partial(loss, solver=solver, adjoint_solver=adjoint_solver)
@@ -278,9 +263,7 @@ def scaled(w, scale, solver=None, adjoint_solver=None):
 
 
 @pytest.mark.parametrize(
-    "pair",
-    [SWEEPS, (lp_jax.MGRIT(iterations=8, rtol=1e-4, fallback=True), None)],
-    ids=["sweeps", "cycles"],
+    "pair", [SWEEPS, (lp_jax.MGRIT(iterations=8, rtol=1e-4, fallback=True), None)], ids=["sweeps", "cycles"]
 )
 def test_a_loss_in_any_unit(pair):
     exact = jax.grad(scaled)(W, 1.0, lp_jax.Serial())

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import math
 import re
 
@@ -20,19 +21,13 @@ from problems import INJECT, dense_params, dense_state, dense_step, relative_err
 import lp_jax
 from lp_jax import nn, train
 
-MEAN = lp_jax.Rediscretize(params="mean")
+SWEEPS, MEAN = lp_jax.Picard(sweeps=3), lp_jax.Rediscretize(params="mean")
 HALVES = lp_jax.Rediscretize(params=lambda p: jax.tree.map(lambda x: 0.5 * (x[0] + x[-1]), p))
 
 SOLVERS = {
     "3 levels": lp_jax.MGRIT(levels=3, coarsening=(4, 2), iterations=3, coarse_step=INJECT),
     "FCF": lp_jax.MGRIT(  # all that is kept; sweeps on the coarsest level
-        iterations=3,
-        relaxation="FCF",
-        start="guess",
-        c_weight=1.2,
-        coarse_step=MEAN,
-        coarsest=lp_jax.Picard(sweeps=3),
-        storage="all",
+        iterations=3, relaxation="FCF", start="guess", c_weight=1.2, coarse_step=MEAN, coarsest=SWEEPS, storage="all"
     ),
     "trajectory": lp_jax.MGRIT(iterations=3, coarse_step=lp_jax.Picard(sweeps=2, around="trajectory")),
     "identity": lp_jax.MGRIT(iterations=3, start="guess", coarse_step=lp_jax.Identity()),
@@ -46,8 +41,7 @@ SOLVERS = {
         coarse_step=HALVES,
         at_once=math.inf,
     ),
-    "tolerance": lp_jax.MGRIT(iterations=20, rtol=1e-9, coarse_step=INJECT),
-    "Picard": lp_jax.Picard(sweeps=3),
+    "Picard": SWEEPS,
     "falls back": lp_jax.Picard(sweeps=2, rtol=1e-12, fallback=True),
     "cycles fall back": lp_jax.MGRIT(coarsening=2, iterations=2, rtol=1e-12, fallback=True),  # by Picard's coarse steps
     "windows": lp_jax.Windowed(sweeps=3, windows=3),
@@ -56,6 +50,7 @@ SOLVERS = {
     "Newton, shared": lp_jax.Newton(jacobian="shared", iterations=3, batch_axes=0),
     "serial": lp_jax.Serial(),
     "serial checkpointed": lp_jax.Serial(checkpoint_every=5),
+    "tolerance": lp_jax.MGRIT(iterations=20, rtol=1e-9, coarse_step=INJECT),
 }
 
 
@@ -86,23 +81,7 @@ def on_one_device(name):
     return everything(SOLVERS[name], None)
 
 
-WORKERS = {
-    "3 levels": 8,
-    "FCF": 3,
-    "tolerance": 1,
-    "trajectory": 2,
-    "identity": 8,
-    "W": 3,
-    "Picard": 2,
-    "falls back": 8,
-    "cycles fall back": 3,  # they have a tolerance, too
-    "windows": 2,
-    "secant": 8,
-    "Newton": 3,
-    "Newton, shared": 2,
-    "serial": 8,
-    "serial checkpointed": 3,
-}
+WORKERS = dict(zip(SOLVERS, itertools.cycle((8, 3, 2)), strict=False)) | {"tolerance": 1}  # others have one, too
 
 
 @pytest.mark.parametrize(("name", "workers"), WORKERS.items())
@@ -112,10 +91,7 @@ def test_no_solver_depends_on_the_number_of_devices(name, workers):
     assert_same(everything(SOLVERS[name], comm), on_one_device(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "workers"),
-    [("Picard", None), ("windows", 3), ("Newton", 3), ("FCF", 3)],
-)
+@pytest.mark.parametrize(("name", "workers"), [("Picard", None), ("windows", 3), ("Newton", 3), ("FCF", 3)])
 def test_layers_at_once_give_the_numbers_of_layers_one_after_another(monkeypatch, name, workers):
     """What an accelerator runs: sweeps are batches there, and sums are taken in groups."""
     wanted = on_one_device(name)
@@ -162,10 +138,8 @@ def test_gradients_of_all_that_devices_share_are_those_of_a_scan(solver):
         return jnp.sum(jax.lax.scan(body, y0, (params, data))[0] ** 2)
 
     (params, data), y0 = dense_params(13, 4), dense_state(3, 4)
-    arrays, gradient = (
-        (params, y0, data, jnp.asarray(0.7), jnp.linspace(-1, 1, 4)),
-        jax.jit(jax.grad(loss), static_argnums=1),
-    )
+    arrays = params, y0, data, jnp.asarray(0.7), jnp.linspace(-1, 1, 4)
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
     for a, b in zip(gradient(arrays, True), gradient(arrays, False), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)  # rounding in float64: all are exact
 

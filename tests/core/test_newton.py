@@ -8,13 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import (
-    dense_params,
-    dense_state,
-    dense_step,
-    relative_error,
-    serial_loss_and_gradient,
-)
+from problems import dense_params, dense_state, dense_step, relative_error, serial_loss_and_gradient
 
 import lp_jax
 from lp_jax._arrays._at_once import ACCELERATOR, CPU
@@ -47,10 +41,6 @@ def problem(n=N, scale=1.5):
     return dense_params(n, WIDTH, scale=scale), dense_state(3, WIDTH)
 
 
-def squared(y):
-    return jnp.sum(y**2)
-
-
 @functools.partial(jax.jit, static_argnames="step")
 def states(step, params, y0, solver, t1=T1):
     return lp_jax.solve(step, params, y0, t1=t1, solver=solver).trajectory
@@ -80,11 +70,6 @@ def by_hand(params, y0, iterations, change=lambda jacobian: jacobian, relaxation
 
 def _diagonal(jacobian):
     return jacobian * np.eye(WIDTH)
-
-
-def exact_states(params, y0):
-    """Every relaxation makes one more of them exact."""
-    return by_hand(params, y0, 0, relaxations=N)
 
 
 def _identity(jacobian):
@@ -129,7 +114,7 @@ def test_convergence_is_quadratic():
 def test_relaxations_start_from_what_each_layer_makes_of_the_guess(jacobian, change):
     """They and the iterations together leave as many states exact as there are of both. No more are made than layers."""
     params, y0 = problem(scale=4.0)
-    exact = exact_states(params, y0)
+    exact = by_hand(params, y0, 0, relaxations=N)  # each makes one more of them exact
     got = states(dense_step, params, y0, newton(2, jacobian=jacobian, relaxations=5))
     np.testing.assert_allclose(got, by_hand(params, y0, 2, change, relaxations=5), rtol=1e-12, atol=1e-12)
     error = np.abs(got - exact).max(axis=(1, 2))
@@ -141,7 +126,7 @@ def test_relaxations_start_from_what_each_layer_makes_of_the_guess(jacobian, cha
 def test_one_iteration_solves_the_adjoint():
     """As any chain of linear layers."""
     params, y0 = problem()
-    _, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, squared, t1=T1)
+    _, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, lambda y: jnp.sum(y**2), t1=T1)
 
     def gradient(params, y0):
         solution, pullback = lp_jax.solve_vjp(dense_step, params, y0, t1=T1, solver=newton(9))

@@ -30,10 +30,6 @@ def states(make, solver):
     return scans.solved(make(), solver)
 
 
-def sampler(eta):
-    return scan_problems.diffusion(512, eta=eta, samples=4)
-
-
 def two_modes(path):
     """By HMC, with paths of ``path`` steps."""
     density = functools.partial(scan_problems.two_modes, half=1.5)
@@ -49,8 +45,8 @@ SWEEPS = lp_jax.Picard(sweeps=40, rtol=1e-3)
 NEWTON = lp_jax.Newton(iterations=128, rtol=1e-8, batch_axes=0)
 DIAGONAL = lp_jax.Newton(jacobian="diagonal", iterations=24, rtol=1e-3, batch_axes=0)
 PROBLEMS = {  # the fewest and the most iterations, and the largest error of any state against the scan
-    "a sampler": (functools.partial(sampler, 0.0), SWEEPS, 1, 9, 1e-2),
-    "a sampler with noise": (functools.partial(sampler, 1.0), SWEEPS, 1, 28, 1e-2),
+    "a sampler": (functools.partial(scan_problems.diffusion, 512, eta=0.0, samples=4), SWEEPS, 1, 9, 1e-2),
+    "a sampler with noise": (functools.partial(scan_problems.diffusion, 512, eta=1.0, samples=4), SWEEPS, 1, 28, 1e-2),
     "a Kalman filter": (functools.partial(scan_problems.kalman, 128, axes=1), NEWTON, 1, 10, 1e-8),
     "short paths of HMC": (functools.partial(two_modes, 2), NEWTON, 1, 12, 1e-8),
     "long paths of HMC, which gain nothing": (functools.partial(two_modes, 40), NEWTON, 64, 128, 1e-8),

@@ -261,10 +261,8 @@ def test_symbolic_dimensions(solver):
 
 def test_an_axis_of_a_vmap_is_explained():
     def loss(w):
-        solve = functools.partial(lp_jax.scan, solver=EXACT)
-        return total(
-            jax.vmap(lambda x: solve(lambda y, w: (y @ w - lax.pmean(y, "a"), None), x, w)[0], axis_name="a")(X)
-        )
+        step = lambda y, w: (y @ w - lax.pmean(y, "a"), None)  # noqa: E731
+        return total(jax.vmap(lambda x: lp_jax.scan(step, x, w, solver=EXACT)[0], axis_name="a")(X))
 
     with pytest.raises(NameError, match=r"lp_jax\.parallel"):
         jax.grad(loss)(W)

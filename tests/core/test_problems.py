@@ -56,10 +56,7 @@ def shapes(folder):
 # programs more.
 RUNS = {
     "peaks": (None, "--layers 8 --width 6 --batch-size 2000 --serial"),
-    "gum": (
-        sentences,
-        "--layers 2 --width 4 --heads 1 --dropout 0.1 --solver Picard --solver.sweeps 1 --no-compare",
-    ),
+    "gum": (sentences, "--layers 2 --width 4 --heads 1 --dropout 0.1 --solver Picard --solver.sweeps 1 --no-compare"),
     "timeseries": (series, "--name Tiny --width 4 --units 2 --serial"),
     "text": (book, "--layers 2 --width 4 --heads 1 --serial"),
     "modelnet": (
@@ -95,9 +92,8 @@ def test_from_files_to_a_table(problem, tmp_path, capsys):
 
 def test_a_tagged_word_says_what_is_wrong():
     tags = ("NOUN", "VERB")
-    assert [tagged(tags, "flies", *pair) for pair in ((1, 1), (0, 1), (0, -1))] == [
-        *("flies/VERB", "flies/NOUN[VERB]", "flies/NOUN[?]")
-    ]
+    said = [tagged(tags, "flies", *pair) for pair in ((1, 1), (0, 1), (0, -1))]
+    assert said == ["flies/VERB", "flies/NOUN[VERB]", "flies/NOUN[?]"]
 
 
 def test_a_text_goes_on_with_what_is_likely():
@@ -131,9 +127,8 @@ def test_settings_that_are_not_given_are_those_of_problem_and_model():
 
 
 def test_buffers_are_serial_layers_around_the_others(tmp_path):
-    model, training = model_and_training(
-        PROBLEMS["text"], {"layers": 2, "width": 4, "heads": 1, "buffers": 3, "batch_size": 4}
-    )
+    settings = {"layers": 2, "width": 4, "heads": 1, "buffers": 3, "batch_size": 4}
+    model, training = model_and_training(PROBLEMS["text"], settings)
     task, sweeps = PROBLEMS["text"].load(training, book(tmp_path)), lp_jax.Picard()
     network = nnx.eval_shape(lambda: model.build(task, 2, 2.0, nnx.Rngs(0), solver=sweeps))
     found = [(part.num_layers, part.solver) for part in network.trunk.parts]

@@ -36,9 +36,6 @@ def total(tree):
     return sum(jnp.mean(jnp.sin(x)) for x in jax.tree.leaves(tree))
 
 
-# --- NNX ------------------------------------------------------------------------------------------------------------
-
-
 class Block(nnx.Module):
     """The axes of a kernel have names, as for sharding by logical rules."""
 
@@ -86,9 +83,6 @@ class Noisy(nnx.Module):
         return x + 0.2 * self.dropout(nnx.tanh(self.norm(self.linear(x))))
 
 
-# --- Linen ----------------------------------------------------------------------------------------------------------
-
-
 class EncoderBlock(linen.Module):
     """Half of a vision transformer's block, as Big Vision scans it."""
 
@@ -119,9 +113,6 @@ def vision_transformer():
     return JAX, lambda params: total(Encoder().apply(params, x, False, rngs=KEYS)), params
 
 
-# --- Equinox -----------------------------------------------------------------------------------------------------
-
-
 class EquinoxModel(eqx.Module):
     blocks: eqx.nn.MLP
 
@@ -137,8 +128,6 @@ class EquinoxModel(eqx.Module):
 def equinox():
     return EQUINOX, lambda model: total(jax.vmap(model)(X)), EquinoxModel(jax.random.key(0))
 
-
-# --------------------------------------------------------------------------------------------------------------------
 
 MODELS = {
     "NNX": stack(0),

@@ -131,6 +131,9 @@ SOLVERS = {
     "diagonal": lp_jax.Newton(batch_axes=1, iterations=3, jacobian="diagonal"),
 }
 WEIGHTS, SHARED, Y = normal((14, 4, 4)), normal((4,), seed=2), normal((4, 4), seed=3)
+TWO = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+EVERYWHERE, SPREAD = PartitionSpec(), PartitionSpec("data")
+SPECS = EVERYWHERE, EVERYWHERE, SPREAD
 
 
 @pytest.mark.parametrize("name", SOLVERS)
@@ -139,8 +142,6 @@ def test_a_batch_over_two_devices(name):
 
     The same numbers on two examples at a time with explicit axes, which compile otherwise.
     """
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    everywhere, spread = PartitionSpec(), PartitionSpec("data")
 
     def solve(weights, shared, y):
         def step(y, layer):
@@ -150,9 +151,9 @@ def test_a_batch_over_two_devices(name):
         solution = lp_jax.solve(step, weights, y, shared=shared[None], t1=2.0, solver=SOLVERS[name], has_aux=True)
         return solution.y1, *solution.aux
 
-    share = functools.partial(jax.shard_map, mesh=mesh, in_specs=(everywhere, everywhere, spread))
+    out_specs = SPREAD, EVERYWHERE, PartitionSpec(None, "data")
 
-    @share(out_specs=(spread, everywhere, PartitionSpec(None, "data")))
+    @functools.partial(jax.shard_map, mesh=TWO, in_specs=SPECS, out_specs=out_specs)
     def shared_out(weights, shared, y):
         y1, sums, states = solve(weights, shared, y)
         return y1, jax.lax.psum(sums, "data"), states
@@ -164,7 +165,7 @@ def test_a_batch_over_two_devices(name):
     whole, half = (jax.jit(jax.value_and_grad(functools.partial(loss, of), (0, 1, 2))) for of in (shared_out, solve))
     explicit = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     with jax.set_mesh(explicit):
-        places = [NamedSharding(explicit, spec) for spec in (everywhere, everywhere, spread)]
+        places = [NamedSharding(explicit, spec) for spec in SPECS]
         halves = [half(*map(jax.device_put, (WEIGHTS, SHARED, part), places)) for part in (Y[:2], Y[2:])]
     assert all(jax.typeof(gradient[2]).sharding.spec == PartitionSpec("data", None) for _, gradient in halves)
     (value, first), (more, second) = jax.device_get(halves)
@@ -175,23 +176,17 @@ def test_a_batch_over_two_devices(name):
 @pytest.mark.parametrize("name", ["serial", "falls back", "identity", "Newton"])
 def test_a_pullback_over_two_devices(name):
     """`solve_vjp` inside: the gradient of what both devices have is summed, that of the examples is not."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
     def step(y, layer):
         return y + layer.dt * jnp.tanh(y @ layer.params + layer.shared), jnp.sum(y**2)
 
     def pulled(weights, shared, y):
-        _, pullback = lp_jax.solve_vjp(
-            step, weights, y, shared=shared[None], t1=2.0, solver=SOLVERS[name], has_aux=True
-        )
+        given = {"shared": shared[None], "t1": 2.0, "solver": SOLVERS[name], "has_aux": True}
+        _, pullback = lp_jax.solve_vjp(step, weights, y, **given)
         gradients, _ = pullback(jnp.ones(y.shape), 1e-2 * jnp.ones(14))
         return gradients.params, gradients.shared, gradients.y0
 
-    everywhere, spread = PartitionSpec(), PartitionSpec("data")
-    share = jax.shard_map(
-        pulled, mesh=mesh, in_specs=(everywhere, everywhere, spread), out_specs=(everywhere, everywhere, spread)
-    )
-    got = jax.jit(share)(WEIGHTS, SHARED, Y)
+    got = jax.jit(jax.shard_map(pulled, mesh=TWO, in_specs=SPECS, out_specs=SPECS))(WEIGHTS, SHARED, Y)
     half = jax.jit(pulled)
     weights, shared, y = zip(*(half(WEIGHTS, SHARED, part) for part in (Y[:2], Y[2:])), strict=True)
     assert relative_error(got, (sum(weights), sum(shared), jnp.concatenate(y))) < 1e-13
@@ -207,21 +202,13 @@ def test_layers_may_be_spread_over_another_axis():
         return jax.grad(lambda w: jnp.mean(lp_jax.solve(step, w, y, comm=comm, **solvers).y1 ** 2))(weights)
 
     def copies(check):
-        return jax.jit(
-            jax.shard_map(
-                lambda weights, y: gradient(weights, y, devices)[None],
-                mesh=devices,
-                in_specs=(PartitionSpec(), PartitionSpec("data")),
-                out_specs=PartitionSpec("data"),
-                axis_names={"data"},
-                check_vma=check,
-            )
-        )
+        share = lambda weights, y: gradient(weights, y, devices)[None]  # noqa: E731
+        given = {"in_specs": SPECS[1:], "out_specs": SPREAD, "axis_names": {"data"}, "check_vma": check}
+        return jax.jit(jax.shard_map(share, mesh=devices, **given))
 
     half = len(Y) // 2
     wanted = [jax.jit(gradient)(WEIGHTS, part) for part in (Y[:half], Y[half:])]
     np.testing.assert_allclose(copies(False)(WEIGHTS, Y), wanted, rtol=1e-12, atol=1e-15)
-    with pytest.raises(
-        ValueError, match=r"check_vma=True\) does not work.*each device has the gradient of its own share"
-    ):
+    refused = r"check_vma=True\) does not work.*each device has the gradient of its own share"
+    with pytest.raises(ValueError, match=refused):
         copies(True)(WEIGHTS, Y)

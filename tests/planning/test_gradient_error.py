@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from networks import F64, mesh, normal
 from problems import relative_error
+from products import layer as dense
 
 import lp_jax
 from lp_jax import train
@@ -18,10 +19,6 @@ from lp_jax._levels._result import DONE, FELL_BACK, NOT_CONVERGED
 
 ROUGH, SERIAL = lp_jax.Picard(sweeps=2), lp_jax.Serial()
 WEIGHTS, Y = normal((12, 4, 4)), normal((3, 4), seed=2)
-
-
-def dense(y, layer):
-    return y + layer.dt * jnp.tanh(y @ layer.params)
 
 
 def two_solves(params, y, solver=ROUGH):
