@@ -22,7 +22,7 @@ from lp_jax._solvers._solver import Solver, Stats
 
 
 class Gradients(NamedTuple):
-    """What the pullback of `solve_vjp` returns, which says what the fields are."""
+    """Gradients of a loss with respect to the arguments of `solve`, whose shapes they have; see `solve_vjp`."""
 
     params: PyTree
     y0: State
