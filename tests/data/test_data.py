@@ -20,18 +20,13 @@ from lp_jax.data import contrib
 from lp_jax.data._gum import read_conllu
 from lp_jax.data._timeseries import read_ts
 
-
-def images(count=20, rows=4, columns=3):
-    return np.arange(count * rows * columns).reshape(count, rows, columns).astype(np.uint8)
-
-
-def labels(count=20):
-    return (np.arange(count) % 10).astype(np.uint8)
+IMAGES = np.arange(240).reshape(20, 4, 3).astype(np.uint8)
+LABELS = (np.arange(20) % 10).astype(np.uint8)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return mnist(tmp_path, images(), labels(), images(10), labels(10))
+    return mnist(tmp_path, IMAGES, LABELS, IMAGES[:10], LABELS[:10])
 
 
 def test_digits_are_all_there_split_by_class():
@@ -53,7 +48,7 @@ def test_digits_are_all_there_split_by_class():
     assert not np.array_equal(data.digits(seed=2, test_fraction=0.25).test_x, got.test_x)
 
 
-GOOD = idx(labels())  # 8 bytes of header, 20 of values
+GOOD = idx(LABELS)  # 8 bytes of header, 20 of values
 MAGIC = "; wanted '00000801', an IDX file of bytes along 1 axes"
 
 
@@ -64,7 +59,7 @@ MAGIC = "; wanted '00000801', an IDX file of bytes along 1 axes"
         (GOOD[:3], f"starts with '000008'{MAGIC}"),
         (b"P5\n28 28", "starts with '50350a32'"),
         (b"\0\0\x0d\x01" + GOOD[4:], "starts with '00000d01'"),
-        (idx(images()), f"starts with '00000803'{MAGIC}"),
+        (idx(IMAGES), f"starts with '00000803'{MAGIC}"),
         (GOOD[:6], "cannot be read (buffer is smaller than requested size); wanted an IDX file"),
         (GOOD[:-1], "27 bytes; wanted 28, for the 20 values that its header announces"),
         (GOOD[:8], "8 bytes; wanted 28, for the 20 values"),
@@ -79,7 +74,7 @@ def test_malformed_idx_is_refused(folder, content, expected):
         refused(f"{path}: {expected}", data.mnist, folder)
 
 
-def test_damaged_gzip_is_refused(tmp_path):
+def test_damaged_gzip_and_a_small_file_that_unpacks_to_a_large_one_are_refused(tmp_path):
     path = write(tmp_path / "file", GOOD).rename(tmp_path / "file.gz")
     refused(f"{path}: cannot be read (Not a gzipped file (b'\\x00\\x00')); wanted text", data.characters, path)
     packed = gzip.compress(idx(np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8)))
@@ -87,22 +82,24 @@ def test_damaged_gzip_is_refused(tmp_path):
     for damaged in (packed[:5], packed[:999], packed[:-3], changed, packed[:2] + b"\7"):
         path.write_bytes(damaged)
         refused(f"{path}: cannot be read (", data.characters, path)
+    write(path, bytes(2**28 + 1))
+    refused(f"{path}: unpacks to more than 268,435,456 bytes; wanted 256 MiB", data.characters, path)
 
 
-@pytest.mark.parametrize("read", [read_conllu, read_ts, data.characters])
-def test_a_missing_file_and_one_that_is_no_text_are_refused(tmp_path, read):
+@pytest.mark.parametrize("read", [read_conllu, read_ts, data.characters, data.arrays])
+def test_a_missing_file_and_one_of_another_kind_are_refused(tmp_path, read):
     refused(f"{tmp_path / 'nowhere'}: cannot be read (No such file or directory)", read, tmp_path / "nowhere")
     refused(f"{tmp_path}: cannot be read (Is a directory)", read, tmp_path)
+    os.mkfifo(pipe := tmp_path / "pipe")  # and does not wait for one
+    refused(f"{pipe}: cannot be read (it is no regular file)", read, pipe)
     path = write(tmp_path / "file.gz", b"\xff\xfe" * 100)
     refused(f"{path}: cannot be read (", read, path)
-    path.write_bytes(path.read_bytes()[:-4])
-    refused(f"{path}: cannot be read (Compressed file ended", read, path)
 
 
 def test_mnist_from_a_folder(folder):
     got = data.mnist(str(folder))
-    np.testing.assert_array_equal(got.train_x, images()[..., None] / np.float32(255))
-    np.testing.assert_array_equal(got.test_y, labels(10))
+    np.testing.assert_array_equal(got.train_x, IMAGES[..., None] / np.float32(255))
+    np.testing.assert_array_equal(got.test_y, LABELS[:10])
     assert got.train_x.dtype == np.float32 and got.train_y.dtype == np.int32
     assert got.classes == 10 and got.shape == (4, 3, 1)
 
@@ -121,12 +118,16 @@ def test_real_mnist(shared_data):
 @pytest.mark.parametrize(
     ("name", "array", "expected"),
     [
-        (MNIST[1], labels(19), f"19 labels; wanted 20, one for each image of {MNIST[0]}"),
-        (MNIST[3], labels(11), f"11 labels; wanted 10, one for each image of {MNIST[2]}"),
-        (MNIST[1], np.where(np.arange(20) == 13, 11, labels()).astype(np.uint8), "label 11 of image 13; wanted 0 to 9"),
-        (MNIST[0], images(0), "0 x 4 x 3 pixels; wanted images of at least one pixel"),
-        (MNIST[0], images(20, 0), "20 x 0 x 3 pixels; wanted images of at least one"),
-        (MNIST[2], images(10, 5), "10 x 5 x 3 pixels; wanted images of 4 x 3, like those to train with"),
+        (MNIST[1], LABELS[:19], f"19 labels; wanted 20, one for each image of {MNIST[0]}"),
+        (MNIST[3], LABELS[:11], f"11 labels; wanted 10, one for each image of {MNIST[2]}"),
+        (MNIST[1], np.where(np.arange(20) == 13, np.uint8(11), LABELS), "label 11 of image 13; wanted 0 to 9"),
+        (MNIST[0], IMAGES[:0], "0 x 4 x 3 pixels; wanted images of at least one pixel"),
+        (MNIST[0], IMAGES[:, :0], "20 x 0 x 3 pixels; wanted images of at least one"),
+        (
+            MNIST[2],
+            IMAGES.reshape(10, 8, 3)[:, :5],
+            "10 x 5 x 3 pixels; wanted images of 4 x 3, like those to train with",
+        ),
     ],
 )
 def test_mnist_files_that_do_not_fit_are_refused(folder, name, array, expected):
@@ -228,9 +229,6 @@ SPLIT = data.digits, data.peaks, functools.partial(data.characters, "nowhere")
         (BUCKETED, {"lengths": ()}, r"lengths must increase; got \(\)"),
         (BUCKETED, {"lengths": (64.0,)}, "lengths must be an integer"),
         (BUCKETED, {"batch_size": 104}, "batch_size must be at most the number of sequences, 103; got 104"),
-        (BUCKETED, {"batch_size": 0}, "batch_size must be at least 1; got 0"),
-        (BUCKETED, {"seed": -1}, "seed must be at least 0; got -1"),
-        (BUCKETED, {"epoch": 0.5}, "epoch must be an integer"),
         (BUCKETED, {"data": data.Sequences(ragged().x, ragged().y[:-1])}, r"got 0 for the \d+ of sequence 102"),
         (BUCKETED, {"data": data.Sequences(ragged().x, ragged().x[::-1])}, r"got \d+ for the \d+ of sequence 0"),
         (data.peaks, {"samples": 10}, "leaves 8 to train with and 2 to hold out, for 5 classes"),
@@ -308,13 +306,10 @@ def test_the_command_scales_in_double_precision(tmp_path):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_short_numbers_are_read_without_a_warning(tmp_path, dtype):
     x = np.ones((10, 3), dtype)
-    write_arrays = functools.partial(np.savez, tmp_path / "mine.npz", y=[0, 1] * 5)
-    write_arrays(x=x)
-    assert data.arrays(tmp_path / "mine.npz").train_x.dtype == np.float32
+    assert data.arrays(saved(tmp_path, x=x, y=[0, 1] * 5)).train_x.dtype == np.float32
     x[3, 1] = np.inf
-    write_arrays(x=x)
     with pytest.raises(data.DataError, match=r"x holds inf at \[3, 1\]"):
-        data.arrays(tmp_path / "mine.npz")
+        data.arrays(saved(tmp_path, x=x, y=[0, 1] * 5))
 
 
 def test_held_out_numbers_that_float32_cannot_hold_are_refused(tmp_path):
@@ -375,7 +370,6 @@ np.save(NPY, np.ones((4, 2)))
 )
 def test_a_file_that_is_no_archive_of_arrays_is_refused(tmp_path, member, message):
     path = tmp_path / "mine.npz"
-    refused(f"{path}: cannot be read (No such file", data.arrays, path)
     path.write_text("x, y")
     if member is not None:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
@@ -383,14 +377,3 @@ def test_a_file_that_is_no_archive_of_arrays_is_refused(tmp_path, member, messag
     with pytest.raises(data.DataError, match=message) as caught:
         data.arrays(path)
     assert str(caught.value).startswith(f"{path}: ")
-
-
-def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path):
-    path = write(tmp_path / "bomb.gz", bytes(2**28 + 1))
-    refused(f"{path}: unpacks to more than 268,435,456 bytes; wanted 256 MiB", data.characters, path)
-
-
-def test_a_pipe_is_refused_at_once(tmp_path):
-    os.mkfifo(path := tmp_path / "pipe")
-    refused(f"{path}: cannot be read (it is no regular file)", data.characters, path)
-    refused(f"{path}: cannot be read (it is no regular file)", data.arrays, path)

@@ -8,14 +8,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from networks import F64, assert_close, normal
-from test_nested import model
+from networks import F64, assert_close, dense_classifier, mesh, normal
 
 import lp_jax
 from lp_jax import nn, train
 from lp_jax.train import contrib
 
-network = functools.partial(model, 8)
+network = functools.partial(dense_classifier, 8)
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 SERIAL = lp_jax.Serial()
@@ -101,17 +100,19 @@ CASES = {
     "three levels": {"levels": 3, "pre": 2, "post": 2},
     "Adam, no search": {"optimizer": optax.adam(1e-2), "line_search": None, "post": 0},
     "steps too long": {"optimizer": optax.sgd(30.0), "pre": 0, "post": 0, "coarsest": 3},
+    "two devices": {"pre": 0, "coarsest": 1},  # a small program
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_cycle_is_that_of_plain_loops(name):
-    """Three cycles, with what each leaves behind for the next one."""
+    """Three cycles, with what each leaves behind for the next one; on devices by solves that take part of the layers each."""
     case = {"optimizer": optax.sgd(0.3, momentum=0.5)} | CASES[name]
     optimizer = case.pop("optimizer")
     levels, search = case.get("levels", 2), case.get("line_search", train.Backtracking(trials=5))
-    step_fn, state = contrib.mgopt(network(), optimizer, **case)
-    pairs = [train.classification(model(8 // 2**level)) for level in range(levels)]
+    solver, where = (lp_jax.Picard(sweeps=8), mesh(2)) if name == "two devices" else (SERIAL, None)
+    step_fn, state = contrib.mgopt(network(comm=where, solver=solver), optimizer, **case)
+    pairs = [train.classification(dense_classifier(8 // 2**level)) for level in range(levels)]
     losses = [jax.jit(jax.value_and_grad(lambda p, f=f: f(p, BATCH, SERIAL, SERIAL)[0])) for f, _ in pairs]
     like = [each for _, each in pairs]
     states = [optimizer.init(each) for each in like]
@@ -120,7 +121,7 @@ def test_a_cycle_is_that_of_plain_loops(name):
     for number in range(3):
         loss = losses[0](params)[0]
         params, spent = plain_cycle(losses, like, optimizer, states, params, **settings, search=search)
-        state, metrics = step_fn(state, BATCH, SERIAL, SERIAL)
+        state, metrics = step_fn(state, BATCH, solver, solver)
         assert_close(state.params, params, 1e-10)
         assert_close(metrics.loss, loss, 1e-12)
         np.testing.assert_allclose(float(metrics.gradients), spent, rtol=1e-6)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from networks import F64, BatchNormed, assert_close, normal
+from networks import dense_classifier as model
 
 import lp_jax
 from lp_jax import nn, train
@@ -18,17 +19,6 @@ from lp_jax.train import contrib
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 X, LABELS = np.asarray(normal((8, 3))), np.arange(8) % 2
-
-
-def model(layers=4, t1=2.0, **options):
-    rngs = nnx.Rngs(0)
-    make = functools.partial(nn.DenseResidual, 5, param_dtype=F64)
-    trunk = nn.LayerParallel(lambda rngs: make(rngs=rngs), layers, t1=t1, rngs=rngs, **options)
-    return nn.Classifier(
-        nn.DenseOpening((3,), 5, param_dtype=F64, rngs=rngs),
-        trunk,
-        nn.DenseClosing((5,), 2, param_dtype=F64, rngs=rngs),
-    )
 
 
 def batches(epoch):
@@ -187,14 +177,8 @@ class Numbered(nnx.Module):
         return y + dt * jnp.where(index < 2, 1.0, -1.0) * self.linear(y)
 
 
-def around(layer):
-    network = model()
-    network.trunk = nn.LayerParallel(layer, 4, t1=2.0, rngs=nnx.Rngs(0))
-    return network
-
-
 def test_layers_that_read_their_number_are_refused():
-    network = around(Numbered)
+    network = model(layer=Numbered)
     state = trained(network, optax.sgd(0.1), steps=1)
     for refine in (functools.partial(train.deepen, network, state), functools.partial(contrib.mgopt, network)):
         with pytest.raises(TypeError, match="Numbered reads its number"):
@@ -203,7 +187,7 @@ def test_layers_that_read_their_number_are_refused():
 
 def test_running_statistics_go_along():
     """Those of a layer go to all layers in its place, and deeper networks and MG/Opt go on updating them."""
-    network, optimizer = around(BatchNormed), optax.adam(1e-2)
+    network, optimizer = model(layer=BatchNormed), optax.adam(1e-2)
     state = trained(network, optimizer)
     deep, deeper = train.deepen(network, state, optimizer)
     before, after = (s.params["trunk"]["layers"]["norm"]["mean"] for s in (state, deeper))

@@ -20,10 +20,11 @@ import optax
 import pytest
 from architectures import Restless
 from flax import nnx
-from problems import machine
+from networks import dense_classifier
+from problems import INJECT, dense_params, dense_state, dense_step, machine
 
 import lp_jax
-from lp_jax import nn, train
+from lp_jax import train
 from lp_jax.train import _checkpoint
 from lp_jax.train._controller import gradient_error
 from lp_jax.train._divergence import convergence_warning
@@ -34,19 +35,14 @@ from lp_jax.train._step import replicate_rest
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-INJECT = lp_jax.Rediscretize(params="inject")
 SOLVER = lp_jax.MGRIT(coarsening=4, iterations=2, coarse_step=INJECT)
 ADJOINT = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=INJECT)
 WIDTH, LAYERS = 3, 16
 
 
-def step(y, layer):
-    return y + layer.dt * jnp.tanh(y @ layer.params["w"] + layer.params["b"][None])
-
-
 def loss_fn(params, batch, solver, adjoint_solver):
     x, y = batch
-    solution = lp_jax.solve(step, params["trunk"], x, solver=solver, adjoint_solver=adjoint_solver)
+    solution = lp_jax.solve(dense_step, params["trunk"], x, solver=solver, adjoint_solver=adjoint_solver)
     answers = solution.y1 @ params["closing"]
     loss = jnp.mean((answers - y) ** 2)
     correct = jnp.sum(jnp.abs(answers - y) < 0.1, dtype=jnp.int32)
@@ -55,9 +51,7 @@ def loss_fn(params, batch, solver, adjoint_solver):
 
 
 def initial_params(seed=0):
-    rng = np.random.default_rng(seed)
-    w, b, closing = (jnp.asarray(rng.normal(size=s)) for s in ((LAYERS, WIDTH, WIDTH), (LAYERS, WIDTH), (WIDTH, 1)))
-    return {"trunk": {"w": w, "b": b}, "closing": closing}
+    return {"trunk": dense_params(LAYERS, WIDTH, seed=seed, scale=2.0), "closing": dense_state(WIDTH, 1, seed=seed)}
 
 
 def batches(epoch, count=3):
@@ -108,19 +102,11 @@ def test_step_is_the_textbook_update(state):
 
 
 def test_numbers_do_not_recompile_and_structure_does(state):
-    traces = []
-
-    def counted(params, batch, solver, adjoint_solver):
-        traces.append(solver)
-        return loss_fn(params, batch, solver, adjoint_solver)
-
-    step_fn = train.make_train_step(counted, OPTIMIZER)
-    batch = next(batches(0))
-    for rtol in (1e-1, 1e-3, 1e-6):
-        state, _ = step_fn(state, batch, lp_jax.Picard(sweeps=3, rtol=rtol), lp_jax.Serial())
-    assert len(traces) == 1
-    step_fn(state, batch, lp_jax.Picard(sweeps=2, rtol=rtol), lp_jax.Serial())
-    assert len(traces) == 2
+    batch, compiled = next(batches(0)), [STEP_FN._cache_size()]
+    for sweeps, rtol in ((3, 1e-1), (3, 1e-3), (3, 1e-6), (2, 1e-6)):
+        state, _ = STEP_FN(state, batch, lp_jax.Picard(sweeps=sweeps, rtol=rtol), lp_jax.Serial())
+        compiled.append(STEP_FN._cache_size())
+    assert np.diff(compiled).tolist() == [1, 0, 0, 1]
 
 
 def test_gradient_error_is_the_distance_from_the_serial_gradient():
@@ -128,7 +114,7 @@ def test_gradient_error_is_the_distance_from_the_serial_gradient():
 
     def serial_loss(params):
         h = 1.0 / LAYERS
-        y, _ = jax.lax.scan(lambda y, p: (y + h * jnp.tanh(y @ p["w"] + p["b"][None]), None), batch[0], params["trunk"])
+        y, _ = jax.lax.scan(lambda y, p: (y + h * jnp.tanh(y @ p[0] + p[1][None]), None), batch[0], params["trunk"])
         return jnp.mean((y @ params["closing"] - batch[1]) ** 2)
 
     exact = jax.jit(jax.grad(serial_loss))(params)
@@ -181,8 +167,11 @@ def test_measures_and_checkpoints_come_when_they_are_due(state, tmp_path):
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def checkpoints(folder, config=None, **kwargs):
-    return train.Checkpoints(folder, config={"layers": LAYERS, "seed": 0} if config is None else config, **kwargs)
+CONFIG = {"layers": LAYERS, "seed": 0}
+
+
+def checkpoints(folder, config=CONFIG, **kwargs):
+    return train.Checkpoints(folder, config=config, **kwargs)
 
 
 def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(state, tmp_path):
@@ -205,15 +194,14 @@ def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(state, tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused(state, tmp_path):
-    config = {"layers": LAYERS, "seed": 0}
     wider = train.init_state(state.params | {"closing": jnp.zeros((4, 1))}, OPTIMIZER)
     with checkpoints(tmp_path) as saved:
         saved.save(state)
     for other, template, difference in (
-        (config | {"layers": 32}, state, "layers is 16 there and 32 here"),
-        (config | {"norm": "layer"}, state, "norm is absent there and layer here"),
+        (CONFIG | {"layers": 32}, state, "layers is 16 there and 32 here"),
+        (CONFIG | {"norm": "layer"}, state, "norm is absent there and layer here"),
         ({"layers": LAYERS}, state, "seed is 0 there and absent here"),
-        (config, wider, r"params/closing is float64\[3, 1\] there and float64\[4, 1\] here"),
+        (CONFIG, wider, r"params/closing is float64\[3, 1\] there and float64\[4, 1\] here"),
     ):
         with checkpoints(tmp_path, other) as saved, pytest.raises(train.CheckpointError, match=difference) as caught:
             saved.restore(template)
@@ -369,7 +357,7 @@ def test_a_checkpoint_moves_between_numbers_of_devices(tmp_path):
         with checkpoints(tmp_path) as saved:
             saved.save(state._replace(step=jnp.int32(step)))
             state = saved.restore(placed(devices))
-        assert state.params["trunk"]["w"].sharding.num_devices == devices
+        assert state.params["trunk"][0].sharding.num_devices == devices
         same(state.params, wanted.params)
         same(state.opt_state, wanted.opt_state)
 
@@ -413,14 +401,6 @@ def test_a_kill_in_the_middle_of_a_checkpoint_loses_nothing_that_was_saved(tmp_p
 # --- trouble --------------------------------------------------------------------------------------------------------
 
 
-class Messages(train.Meter):
-    def __init__(self):
-        self.said = []
-
-    def say(self, message):
-        self.said.append(message)
-
-
 def test_growing_residuals_are_reported_once_an_epoch():
     # The coarse step 1 + m z is unstable, so the first cycles make it worse.
     layers, z = 64, -0.3
@@ -434,20 +414,23 @@ def test_growing_residuals_are_reported_once_an_epoch():
     state = train.init_state(jnp.full((layers,), z * layers), optimizer := optax.sgd(0.0))
     solver = lp_jax.MGRIT(coarsening=8, iterations=3, relaxation="F", start="guess", coarse_step=INJECT)
     options = {"step_fn": train.make_train_step(linear_loss, optimizer), "adjoint_solver": lp_jax.Serial()}
-    _, log = run(state, 2, solver=solver, meter=(meter := Messages()), **options)
+    meter, said = train.Meter(), []
+    meter.say = said.append
+    _, log = run(state, 2, solver=solver, meter=meter, **options)
     norms = unflat("forward_residual", log.rows[0])
     assert norms[-1] > norms[0]  # by the numbers themselves
     assert [row["step"] for row in log.of("warning")] == [1, 4]
-    assert len(meter.said) == 2
-    assert "the forward residual grows over the cycles" in meter.said[0] and 'relaxation="FCF"' in meter.said[0]
+    assert said == [f"step {row['step']}: {row['message']}" for row in log.of("warning")]
+    assert "the forward residual grows over the cycles" in said[0] and 'relaxation="FCF"' in said[0]
 
 
 def test_growth_in_a_probe_and_an_unmet_tolerance_are_reported_but_not_growth_of_rounding(state):
     probe = train.Every("probe", 1, lambda state, batch: flat("adjoint_residual", [0.1, 0.3]))
     solver = lp_jax.Picard(sweeps=1, rtol=1e-14)
-    _, log = run(state, 1, solver=solver, measures=[probe], meter=(meter := Messages()))
-    assert [row["solve"] for row in log.of("warning")] == ["forward", "adjoint"]
-    assert "did not come down to the tolerance" in meter.said[0] and "factor 3" in meter.said[1]
+    _, log = run(state, 1, solver=solver, measures=[probe])
+    forward, adjoint = log.of("warning")
+    assert (forward["solve"], adjoint["solve"]) == ("forward", "adjoint")
+    assert "did not come down to the tolerance" in forward["message"] and "factor 3" in adjoint["message"]
     assert "factor 3" in convergence_warning("adjoint", [1e-9, 3e-9], scale=1e-6)
     assert convergence_warning("adjoint", [1e-9, 3e-9], scale=1.0) is None
 
@@ -541,16 +524,13 @@ def test_log_lines_are_flat_json_and_come_back_and_damage_is_refused_except_at_t
         train.Log(path)
 
 
-def network(outputs, layer=lambda rngs: nn.DenseResidual(6, rngs=rngs), layers=LAYERS):
-    rngs = nnx.Rngs(0)
-    trunk = nn.LayerParallel(layer, layers, t1=2.0, rngs=rngs)
-    return nn.Classifier(nn.DenseOpening((4,), 6, rngs=rngs), trunk, nn.DenseClosing((6,), outputs, rngs=rngs))
+network = functools.partial(dense_classifier, inputs=4, width=6, dtype=jnp.float32)
 
 
 @pytest.fixture(scope="module")
 def classifier():
     """One loss, so that its programs are compiled once."""
-    model = network(3)
+    model = network(LAYERS, outputs=3)
     return model, *train.classification(model)
 
 
@@ -574,7 +554,7 @@ def test_classification_loss_is_cross_entropy(classifier):
 
 def test_a_step_replaces_running_statistics_and_trains_the_rest():
     depth = 4
-    model = network(3, Restless, depth)
+    model = network(depth, Restless, outputs=3)
     (loss_fn, params), optimizer = train.classification(model), optax.adamw(1e-2, weight_decay=0.1)
     batch = X, LABELS, jax.random.key(1)
     step_fn = train.make_train_step(loss_fn, optimizer)
@@ -616,7 +596,7 @@ def test_residuals_are_those_of_both_solves(classifier):
 
 def test_a_regression_takes_the_mean_squared_error():
     """Its loss, its outputs, the cotangent that enters its adjoint solve, and its plan."""
-    x, y, model = X, VALUES, network(2)
+    x, y, model = X, VALUES, network(LAYERS)
     loss_fn, params = train.regression(model)
     loss, info = jax.jit(loss_fn)(params, (x, y), lp_jax.Serial(), None)
     outputs = np.asarray(model.solve(x, solver=lp_jax.Serial())[0], np.float64)
