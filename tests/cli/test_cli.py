@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import data_files
 import jax
@@ -328,13 +329,7 @@ def test_a_run_leaves_what_it_says(finished):
 
 
 def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monkeypatch):
-    drawn, draw = {}, viz.gradient_errors
-
-    def gradient_errors(errors, **options):
-        drawn.update(options, errors=errors)
-        return draw(errors, **options)
-
-    monkeypatch.setattr(viz, "gradient_errors", gradient_errors)
+    monkeypatch.setattr(viz, "gradient_errors", drawn := mock.Mock(wraps=viz.gradient_errors))
     monkeypatch.setattr(_report, "ITERATIONS", 1)
     sweeps = ("--solver", "Picard", "--solver.sweeps", "32", "--solver.rtol", "3e-1", "--t1", "1")
     options = ("--no-compare", *sweeps, *SMALL)
@@ -342,8 +337,9 @@ def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monk
     (probe, *_) = rows_of(tmp_path / "run", "probe")
     taken = sum(f"forward_residual_{n}" in probe for n in range(1, 33))
     assert 1 < taken < 8
-    assert len(drawn["errors"]["Picard"]) == drawn["run"][1] == taken
-    assert drawn["errors"]["Picard"][-1] == pytest.approx(drawn["run"][2], rel=1e-3)
+    ((errors, *_), options), *_ = drawn.call_args_list
+    assert len(errors["Picard"]) == options["run"][1] == taken
+    assert errors["Picard"][-1] == pytest.approx(options["run"][2], rel=1e-3)
 
 
 def test_a_controller_moves_tolerances_and_a_resumed_run_goes_on_with_them(cli, unmeasured, tmp_path):
@@ -618,11 +614,8 @@ def test_mnist_trains_from_its_files_resumes_without_naming_them_and_says_what_i
 
 def program(*args, stdout=subprocess.PIPE, **variables):
     """Exit code and both outputs of a Python program."""
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, **variables}
-    ended = subprocess.run(
-        [sys.executable, *args], env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60
-    )
+    options = {"cwd": ROOT, "env": os.environ | variables, "stdout": stdout, "stderr": subprocess.PIPE}
+    ended = subprocess.run([sys.executable, *args], **options, text=True, timeout=60)
     return ended.returncode, ended.stdout, ended.stderr
 
 

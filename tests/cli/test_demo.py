@@ -6,8 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-pytest.importorskip("jsonargparse")
-
 from lp_jax import train
 from lp_jax.cli import _demo
 

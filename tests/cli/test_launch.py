@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import launch
@@ -18,13 +19,12 @@ import pytest
 from command import run
 
 from conftest import QUICK
-from lp_jax.cli import _errors, _launch, main
+from lp_jax.cli import _errors, _launch
 from lp_jax.train._log import read_rows
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 SCRIPT = launch.HERE / "command.py"
-RANK = "OMPI_COMM_WORLD_RANK"
 SMALL = ["--layers", 8, "--width", 4, "--batch-size", 8, "--log-every", 3, "--no-compare", "--no-pictures"]
 SMALL += ["--solver", "MGRIT", "--solver.iterations", 1, "--solver.coarse_step", "Rediscretize"]  # compiles quickly
 UNPROBED = ["--probe-every", 100_000]
@@ -37,13 +37,6 @@ def train(tmp_path):
     x = np.random.default_rng(0).normal(size=(60, 3))
     np.savez(tmp_path / "mine.npz", x=x, y=(x.sum(1) > 0).astype(int))
     return ["train", "arrays", "--data", tmp_path / "mine.npz"]
-
-
-def here(train, *arguments):
-    """The command on one device, in this process."""
-    with pytest.raises(SystemExit) as caught:
-        main([*map(str, train), *map(str, arguments)])
-    assert caught.value.code == 0
 
 
 def processes(count, folder, train, *arguments, devices=1, timeout=200):
@@ -82,17 +75,13 @@ def test_several_processes_that_do_not_know_of_each_other_are_refused(tmp_path, 
 
 
 def test_the_coordinator_listens_where_it_was_told(monkeypatch, tmp_path, capsys):
-    asked = {}
-
-    def initialize(address, count, number, **options):
-        asked.update(options, address=address)
-        raise RuntimeError("nobody came")
-
+    initialize = mock.Mock(side_effect=RuntimeError("nobody came"))
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(_launch, "_meet", lambda *address: None)
     arguments = ["--distributed", "--coordinator", "127.0.0.1:1234", "--process", "0/2", "--out", str(tmp_path / "run")]
     assert "nobody came" in run(capsys, "train", "digits", *arguments)[2]
-    assert asked["coordinator_bind_address"] == asked["address"] == "127.0.0.1:1234"
+    (address, *_), asked = initialize.call_args
+    assert asked["coordinator_bind_address"] == address == "127.0.0.1:1234"
 
 
 def test_processes_meet_and_a_second_one_of_a_number_is_refused():
@@ -142,7 +131,7 @@ def test_a_process_that_was_started_otherwise_is_refused(tmp_path, train):
 
 def stopped(number, folder, scratch, *arguments, when):
     """A run of two ranks that got a signal, on one of them, at some time."""
-    process = launch.start_ranks(2, SCRIPT, scratch, RANK, *arguments, "--mpi", "--out", folder)
+    process = launch.start_ranks(2, SCRIPT, scratch, "OMPI_COMM_WORLD_RANK", *arguments, "--mpi", "--out", folder)
     try:
         when(process)
         os.kill(int((scratch / "pid-1").read_text()), number)
@@ -161,7 +150,7 @@ def await_that(found, process, *, timeout=120):
 
 
 @pytest.mark.slow
-def test_a_run_moves_from_engine_to_engine(tmp_path, train):
+def test_a_run_moves_from_engine_to_engine(tmp_path, train, capsys):
     """Two ranks for examples; from a checkpoint of theirs two processes with two devices each for layers and examples,
     then one device, have the same losses. A rank that is asked to end stops all: they finish the same step and save it.
 
@@ -190,7 +179,7 @@ def test_a_run_moves_from_engine_to_engine(tmp_path, train):
     # the table, too, comes once
     assert first.output.count("test accuracy") == first.output.count(f"step {begin + STEPS}  ") + 1, first.output
     assert not re.search("loss|accuracy|step", second.output), second.output
-    here(train, *UNPROBED, "--epochs", 6, "--resume", "--out", moved)
+    assert run(capsys, *train, *UNPROBED, "--epochs", 6, "--resume", "--out", moved)[0] == 0  # in this process
     assert jax.device_count() > 1 and len(losses(moved)) == 6 * STEPS
     np.testing.assert_allclose(losses(moved), losses(folder)[: 6 * STEPS], rtol=2e-4)  # single precision
     config = json.loads((moved / "config.json").read_text())
@@ -198,7 +187,9 @@ def test_a_run_moves_from_engine_to_engine(tmp_path, train):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_takes_the_job_with_it_and_a_one_shot_run_goes_on_to_the_same_numbers(tmp_path, train):
+def test_a_rank_that_is_killed_takes_the_job_with_it_and_a_one_shot_run_goes_on_to_the_same_numbers(
+    tmp_path, train, capsys
+):
     """The checkpoint holds where each rank's solves ended. Killed when the run has gone past it, those steps come again."""
     folder = tmp_path / "run"
     checkpoints = folder / "checkpoints"
@@ -213,7 +204,7 @@ def test_a_rank_that_is_killed_takes_the_job_with_it_and_a_one_shot_run_goes_on_
     before, (begin, newest) = losses(folder), saved()[-2:]
     assert len(before) >= newest > begin
     shutil.rmtree(checkpoints / str(newest))  # as if the run had been killed before
-    here(train, "--resume", "--epochs", len(before) + 2, "--out", folder)
+    assert run(capsys, *train, "--resume", "--epochs", len(before) + 2, "--out", folder)[0] == 0
     again = losses(folder)
     assert len(again) == len(before) + 2
     np.testing.assert_allclose(again[: len(before)], before, rtol=2e-4, atol=1e-6)  # single precision

@@ -9,9 +9,6 @@ from data_files import conllu, ragged, refused, row, treebank, write
 from lp_jax import data
 from lp_jax.data._gum import SHAPES, read_conllu, shape
 
-COUNTS = {"train": (5396, 101_701), "dev": (588, 13_334), "test": (615, 13_288)}
-
-
 CATS = [("Cats", "NOUN"), ("sleep", "VERB"), (".", "PUNCT")]
 DOGS = [("dogs", "NOUN"), ("sleep", "VERB"), ("and", "CCONJ"), ("cats", "NOUN")]
 
@@ -66,7 +63,7 @@ def test_a_malformed_sentence_is_refused(tmp_path, lines, expected):
 
 
 def test_real_sentences(shared_data):
-    for split, (sentences, words) in COUNTS.items():
+    for split, sentences, words in (("train", 5396, 101_701), ("dev", 588, 13_334), ("test", 615, 13_288)):
         path = shared_data / "gum" / f"en_gum-ud-{split}.conllu.gz"
         got = read_conllu(path)
         assert len(got) == sentences and sum(len(sentence.words) for sentence in got) == words

@@ -70,14 +70,6 @@ def ragged(seed=0, count=103, longest=60):
     return data.Sequences(x, [np.full(n, i, np.int32) for i, n in enumerate(lengths)])
 
 
-def same(datasets):
-    """Whether two data sets, or other nested tuples of arrays, are the same."""
-    first, second = datasets
-    if isinstance(first, tuple):
-        return len(first) == len(second) and all(map(same, zip(first, second, strict=True)))
-    return bool((first == second).all()) if hasattr(first, "shape") else first == second
-
-
 def run_page(package):
     """The example of docs/data.md that imports a package, and what it should print."""
     (code,) = (c for c in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if f"import {package}\n" in c)

@@ -96,13 +96,11 @@ def test_it_goes_serial_and_back():
     assert min(control.rtols.tolist()) >= 0.99e-6 and row["gradients"] <= 20
 
 
-def run(state, epochs, **options):
-    options |= {"controller": train.Controller(loss_fn, bound=0.1, probe_every=6), "steps_per_epoch": 5}
-    state = jax.tree.map(jnp.copy, state)
-    return train.fit(STEP_FN, state, batches, epochs=epochs, solver=SOLVER, **options)
-
-
 def test_training_stays_within_the_bound_compiles_once_and_goes_on_after_a_break():
+    def run(state, epochs, **options):
+        options |= {"controller": train.Controller(loss_fn, bound=0.1, probe_every=6), "steps_per_epoch": 5}
+        return train.fit(STEP_FN, jax.tree.map(jnp.copy, state), batches, epochs=epochs, solver=SOLVER, **options)
+
     state = train.init_state(PARAMS, OPTIMIZER)
     before = STEP_FN._cache_size()
     whole, log = run(state, 4)

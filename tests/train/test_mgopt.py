@@ -36,7 +36,10 @@ def test_coarsening_undoes_refinement():
         nn.coarsen(network())
 
 
-def plain_cycle(losses, like, optimizer, states, params, *, pre, post, coarsest, search):
+SEARCH = train.Backtracking(trials=5)
+
+
+def plain_cycle(losses, like, optimizer, states, params, *, pre=1, post=1, coarsest=2, line_search=SEARCH):
     """One cycle in Python's own loops; parameters, and the number of fine gradients.
 
     ``losses``: from fine to coarse, each with its gradient; ``like``: parameters of each level.
@@ -80,8 +83,8 @@ def plain_cycle(losses, like, optimizer, states, params, *, pre, post, coarsest,
             return losses[level](at)[0] - tree.vdot(v, at)
 
         length, before, slope = 1.0, value(at), min(0.0, tree.vdot(g, direction))
-        if search is not None:
-            for _ in range(search.trials):
+        if line_search is not None:
+            for _ in range(line_search.trials):
                 spent += 0.5**level / 3
                 if value(tree.add_scale(at, length, direction)) <= before + 1e-4 * length * slope:
                     break
@@ -108,19 +111,17 @@ CASES = {
 def test_a_cycle_is_that_of_plain_loops(name):
     """Three cycles, with what each leaves behind for the next one; on devices by solves that take part of the layers each."""
     case = {"optimizer": optax.sgd(0.3, momentum=0.5)} | CASES[name]
-    optimizer = case.pop("optimizer")
-    levels, search = case.get("levels", 2), case.get("line_search", train.Backtracking(trials=5))
+    optimizer, levels = case.pop("optimizer"), case.pop("levels", 2)
     solver, where = (lp_jax.Picard(sweeps=8), mesh(2)) if name == "two devices" else (SERIAL, None)
-    step_fn, state = contrib.mgopt(network(comm=where, solver=solver), optimizer, **case)
+    step_fn, state = contrib.mgopt(network(comm=where, solver=solver), optimizer, levels=levels, **case)
     pairs = [train.classification(dense_classifier(8 // 2**level)) for level in range(levels)]
     losses = [jax.jit(jax.value_and_grad(lambda p, f=f: f(p, BATCH, SERIAL, SERIAL)[0])) for f, _ in pairs]
     like = [each for _, each in pairs]
     states = [optimizer.init(each) for each in like]
     params = jax.tree.map(np.array, state.params)
-    settings = {"pre": case.get("pre", 1), "post": case.get("post", 1), "coarsest": case.get("coarsest", 2)}
     for number in range(3):
         loss = losses[0](params)[0]
-        params, spent = plain_cycle(losses, like, optimizer, states, params, **settings, search=search)
+        params, spent = plain_cycle(losses, like, optimizer, states, params, **case)
         state, metrics = step_fn(state, BATCH, solver, solver)
         assert_close(state.params, params, 1e-10)
         assert_close(metrics.loss, loss, 1e-12)

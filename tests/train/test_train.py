@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest import mock
 
 import chex
 import jax
@@ -320,10 +321,7 @@ def test_a_checkpoint_that_is_damaged_for_one_process_only_is_not_set_aside(two_
     folder, (_, newest) = two_saved
     for path in filter(Path.is_file, (folder / "2" / "state").rglob("*")):
         path.write_bytes(b"")
-
-    def nobody_comes(**_):
-        raise RuntimeError("DEADLINE_EXCEEDED")
-
+    nobody_comes = mock.Mock(side_effect=RuntimeError("DEADLINE_EXCEEDED"))
     with checkpoints(folder, skip_damaged=True) as saved, monkeypatch.context() as patch:
         patch.setattr(_checkpoint.multihost, "get_barrier_sync_fn", lambda: nobody_comes)
         with pytest.raises(train.CheckpointError, match="damaged for this process and not for all others"):
