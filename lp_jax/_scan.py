@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -177,49 +176,27 @@ def _as_problem(
 
 
 def _length(xs: Stacked, length: Any) -> int:
-    if length is not None:
-        wanted = "length must be an integer that is known when scan is traced"
-        if isinstance(length, jax.core.Tracer):
-            raise jax.errors.ConcretizationTypeError(length, f"{wanted}.")
-        try:
-            length = operator.index(length)
-        except TypeError:
-            raise TypeError(f"{wanted}; got {length!r}.") from None
-        if length < 0:
-            raise ValueError(f"length must be at least 0; got {length}.")
-    lengths = {jax.tree_util.keystr(path): jnp.shape(x)[:1] for path, x in jax.tree.leaves_with_path(xs)}
-    for where, first in lengths.items():
-        if not first:
-            raise ValueError(f"xs{where} is a scalar; every leaf of xs must have the layers as its leading axis.")
-    numbers = {first[0] for first in lengths.values()} | ({length} if length is not None else set())
-    if len(numbers) != 1:
-        raise ValueError(
-            f"xs and length must agree on one number of layers; got length={length} and "
-            f"{ {f'xs{where}': first[0] for where, first in lengths.items()} or 'xs without arrays' }."
-        )
-    return int(numbers.pop())
+    """The number of layers, as ``jax.lax.scan`` finds and refuses it."""
+    for path, leaf in jax.tree.leaves_with_path(xs):
+        if jnp.ndim(leaf) == 0:
+            where = f"xs{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{where} is a scalar; every leaf of xs must have the layers as its leading axis.")
+    kinds = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), xs)
+    n = jax.eval_shape(lambda xs: lax.scan(lambda c, x: (c, c), 0.0, xs, length)[1], kinds).shape[0]
+    if n < 0:
+        raise ValueError(f"length must be at least 0; got {length}.")
+    return n
 
 
 def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
-    """Give weakly typed leaves of ``init`` the dtypes that ``lax.scan`` gives them; refuse other differences."""
-
-    def advance(carry: PyTree, x: PyTree) -> tuple[PyTree, None]:
-        out = body(carry, x)
-        if not (isinstance(out, tuple) and len(out) == 2):
-            raise TypeError(f"body must return a pair (carry, y), as for jax.lax.scan; got {out!r}.")
-        _inputs.like_state(out[0], carry, step="body")
-        return out[0], None
-
-    leaves, structure = jax.tree.flatten(init)  # classes of others may convert what they hold
-    if any(getattr(leaf, "weak_type", False) for leaf in leaves):
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), x)
-        kinds = jax.eval_shape(lambda init, xs: jax.tree.leaves(lax.scan(advance, init, xs, 1)[0]), init, one)
-        pairs = zip(leaves, kinds, strict=True)  # keys have no astype
-        strong = [x.astype(kind.dtype) if getattr(x, "weak_type", False) else x for x, kind in pairs]
-        return jax.tree.unflatten(structure, strong)
-    out = jax.eval_shape(lambda init, x: jax.tree.leaves(advance(init, x)[0]), init, x)
-    _inputs.same_shapes(out, init, step="body", y="carry")
-    return init
+    """Give weakly typed leaves of ``init`` the dtypes that ``lax.scan`` gives them; it refuses bodies that change the carry."""
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), x)
+    # lists of leaves, as classes of others may convert what they hold
+    kinds = jax.eval_shape(lambda init, xs: jax.tree.leaves(lax.scan(body, init, xs, 1)[0]), init, one)
+    leaves, structure = jax.tree.flatten(init)
+    pairs = zip(leaves, kinds, strict=True)  # keys have no astype
+    strong = [x.astype(kind.dtype) if getattr(x, "weak_type", False) else x for x, kind in pairs]
+    return jax.tree.unflatten(structure, strong)
 
 
 def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: Comm) -> tuple[list[Any], list[Any]]:

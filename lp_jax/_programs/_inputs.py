@@ -189,25 +189,15 @@ def step_output(out: PyTree, u: State, has_aux: bool) -> None:
             f"step must return (y_next, aux) with has_aux=True; got {describe(out)}. Return a pair, or leave has_aux out."
         )
     out, forgotten = (out[0], False) if has_aux else (out, pair and _same_structure(out[0], u))
-    like_state(out, u, hint=" It looks like (y_next, aux): pass has_aux=True." * forgotten)
-    same_shapes(jax.tree.leaves(out), u)
-
-
-def like_state(out: PyTree, u: State, *, step: str = "step", hint: str = "") -> None:
-    """Refuse an output with another structure than the state's."""
     if not _same_structure(u, out):
-        raise TypeError(f"{step} must return a state like the one it got, {describe(u)}; got {describe(out)}.{hint}")
-
-
-def same_shapes(out: Sequence[Any], u: State, *, step: str = "step", y: str = "y") -> None:
-    """Refuse leaves of an output with other shapes and dtypes than the state's."""
-    for (path, a), b in zip(jax.tree.leaves_with_path(u), out, strict=True):
+        hint = " It looks like (y_next, aux): pass has_aux=True." * forgotten
+        raise TypeError(f"step must return a state like the one it got, {describe(u)}; got {describe(out)}.{hint}")
+    for (path, a), b in zip(jax.tree.leaves_with_path(u), jax.tree.leaves(out), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            leaf = f"{y}{jax.tree_util.keystr(path)}"
             raise TypeError(
-                f"{step} must return a state of the same shapes and dtypes as the one it got; leaf {leaf} went in as "
-                f"{_aval(a)} and came out as {_aval(b)}. Cast or reshape it inside. Put a layer "
-                "that changes the state's shape between two solves."
+                f"step must return a state of the same shapes and dtypes as the one it got; leaf y{jax.tree_util.keystr(path)} "
+                f"went in as {_aval(a)} and came out as {_aval(b)}. Cast or reshape it inside. Put a layer that changes the "
+                "state's shape between two solves."
             )
 
 
