@@ -145,9 +145,7 @@ class _Rules:
 
     def __post_init__(self) -> None:
         _inputs.comm(self.comm)
-        for name in ("solver", "adjoint_solver"):
-            if getattr(self, name) is not None:
-                _inputs.solver(name, getattr(self, name))
+        _inputs.solvers(optional=True, solver=self.solver, adjoint_solver=self.adjoint_solver)
 
     def call(self, f: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
         mask = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in jax.tree.leaves((args, kwargs))]

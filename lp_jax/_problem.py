@@ -14,9 +14,10 @@ from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Stacked, State, Step, Times
 from lp_jax._comms._comm import Comm, OneDevice
+from lp_jax._levels._level import Level
 from lp_jax._programs import _inputs
 from lp_jax._programs._program import Output, Program, seen_of
-from lp_jax._programs._traced import prepare
+from lp_jax._programs._traced import prepare, trace
 from lp_jax._solution import Solution
 from lp_jax._solvers._solver import Solver, Stats
 
@@ -213,6 +214,34 @@ def solve_vjp(
     """
     whole = Problem(step, params, y0, **problem)
     return whole.solve_vjp(solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess)
+
+
+def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
+    """Return the levels that a solve works on.
+
+    Args:
+        problem: with `MPIComm`, or `MeshComm` inside a ``jax.shard_map`` over its axis (``check_vma=False``), each worker passes
+            its own layers, whole intervals of them, and gets its part of the levels. ``aux`` is left out.
+        solver: defines the coarsening and the coarse steps.
+
+    Returns:
+        The levels, finest first.
+
+    Raises:
+        ValueError: for a `MeshComm` outside of a ``jax.shard_map``.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> levels = lp_jax.multigrid.hierarchy(problem, lp_jax.MGRIT(levels=3, coarsening=4))
+        >>> u = lp_jax.multigrid.cascade(levels)
+        >>> [level.steps for level in levels], u.shape, lp_jax.multigrid.prolong(levels[0], u).shape
+        ([64, 16, 4], (16,), (16,))
+    """
+    _inputs.solvers(solver=solver)
+    program, arrays = trace(problem.replace(comm=problem.comm.inside()), (solver,))
+    resolved: Solver = arrays.solver
+    return resolved.discretize(program.chain(program.slots(arrays.slices), arrays.y0, arrays.shared))
 
 
 def _partitions(program: Program, arrays: Arrays) -> Output:

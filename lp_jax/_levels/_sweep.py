@@ -110,7 +110,12 @@ def _at_once(
     return u, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(outputs[::-1] if level.reverse else outputs))
 
 
-def march(level: Level, *, advance: Advance | None = None) -> tuple[CPoints, PyTree]:
+def march(level: Level) -> CPoints:
+    """Solve a level step after step, and return its C-points, on the coarsest level all its points."""
+    return march_and_emit(level, None)[0]
+
+
+def march_and_emit(level: Level, advance: Advance | None) -> tuple[CPoints, PyTree]:
     """Solve the level step after step. The results are those of `sweep` from exact C-points."""
     if level.step is identity and level.factor == 1 and level.rhs is not None and advance is None:
         return level.cumsum(level.rhs, level.y0), None

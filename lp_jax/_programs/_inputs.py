@@ -1,7 +1,7 @@
 """Checks of the arguments of `solve` when a program is traced, and the times of the layers."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -235,10 +235,19 @@ def at_once(solver: Solver, layers: int) -> None:
         )
 
 
-def solver(name: str, value: object) -> None:
-    """Refuse a value that is not a solver."""
-    if not isinstance(value, Solver):
-        hint = " Call it: MGRIT(), not MGRIT." if isinstance(value, type) else ""
-        raise TypeError(
-            f"{name} must be a solver, like MGRIT(...), Picard(...), Newton(...) or Serial(); got {value!r}.{hint}"
-        )
+def solvers(*, optional: bool = False, **given: object) -> None:
+    """Refuse values that are not solvers; None only if they are not ``optional``."""
+    for name, value in given.items():
+        if not (isinstance(value, Solver) or (optional and value is None)):
+            hint = " Call it: MGRIT(), not MGRIT." if isinstance(value, type) else ""
+            raise TypeError(
+                f"{name} must be a solver, like MGRIT(...), Picard(...), Newton(...) or Serial(); got {value!r}.{hint}"
+            )
+
+
+def pair(solver: Solver, adjoint_solver: Solver | None) -> tuple[Solver, Solver]:
+    """Return both solvers; that of the adjoint system, which is linear, has a default. Refuse others."""
+    solvers(solver=solver)
+    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
+    solvers(adjoint_solver=adjoint_solver)
+    return solver, adjoint_solver

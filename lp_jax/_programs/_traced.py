@@ -41,10 +41,7 @@ def prepare(
     if solver is None:
         ((solver, adjoint_default), _), found = default(problem)
         adjoint_solver = adjoint_default if adjoint_solver is None else adjoint_solver
-    _inputs.solver("solver", solver)
-    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
-    _inputs.solver("adjoint_solver", adjoint_solver)
-    pair = solver, adjoint_solver
+    pair = _inputs.pair(solver, adjoint_solver)
     program, arrays = (found and _reused(*found, pair)) or trace(problem, pair)
     workers, layers = program.workers, program.workers.layers
     solver, adjoint_solver = arrays.solver, arrays.adjoint_solver
@@ -123,13 +120,10 @@ def trace(problem: _inputs.Network, solvers: Sequence[Solver]) -> tuple[Program,
     if traced_times:
         t0, t1 = comm.replicate((t0, t1))
     t, dt = _inputs.times(t0, t1, steps, _tree.real_dtype(y0))
-    first = 0 if workers.rows[0] == steps else workers.start(1)
-    of_all = t, dt, jnp.arange(steps, dtype=jnp.int32)
-    if isinstance(first, int):
-        t, dt, index = (x[first : first + workers.rows[0]] for x in of_all)
-    else:
-        t, dt, index = (lax.dynamic_slice_in_dim(x, first, workers.rows[0]) for x in of_all)
-    slices = Slices(params, data, t, dt, index)
+    numbers = [t, dt, jnp.arange(steps, dtype=jnp.int32)]
+    if workers.rows[0] < steps:
+        numbers = [lax.dynamic_slice_in_dim(x, workers.start(1), workers.rows[0]) for x in numbers]
+    slices = Slices(params, data, *numbers)
     mask = jax.tree.map(_tree.inexact, slices)
     differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
 

@@ -173,3 +173,33 @@ def _of_intervals(rule: Callable[[PyTree], PyTree], params: Stacked, chain: Chai
     last = at // span
     short = rule(jax.tree.map(lambda x: x[last * span : at + 1], params))
     return _tree.put(values, select(here, short, _tree.take(values, last)), last)
+
+
+def rediscretize(
+    level: Level, params: str | Callable[[PyTree], PyTree] | CoarseStep = "inject", factor: int = 1
+) -> Level:
+    """Return the next coarser level: ``Phi'_j(u) = Phi(u; params_j, t_j, m dt)``, one layer in the place of each interval.
+
+    Args:
+        level: a level of the layers, not of an adjoint.
+        params: parameters of the coarse layers, as for `Rediscretize`; or another coarse step, as ``MGRIT.coarse_step`` takes it.
+        factor: coarsening factor of the new level, 1 for the coarsest.
+
+    Raises:
+        ValueError: for an adjoint level, and for unknown ``params``.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> from lp_jax import multigrid
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> fine, _ = multigrid.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
+        >>> multigrid.rediscretize(fine, "mean").steps, multigrid.rediscretize(fine, lp_jax.Picard(sweeps=2)).steps
+        (16, 16)
+    """
+    if level.chain is None:
+        raise ValueError(
+            "rediscretize got an adjoint level. The coarse levels of an adjoint are those that a cycle is given."
+        )
+    coarse_step = params if isinstance(params, CoarseStep) else Rediscretize(params)
+    steps = coarse_step.coarsen(level.chain, level.number + 1, level.interval_span, at_once=level.at_once)
+    return coarser(level, steps, factor)

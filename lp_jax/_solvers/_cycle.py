@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._types import CPoints, Points, Scalar
+from lp_jax._arrays._types import CPoints, Points, PyTree, Scalar
 from lp_jax._levels._level import Level, sum_of_squares
 from lp_jax._levels._relax import Relaxation, coarse_rhs, correct, f_relax, prolong, relaxed, restrict
 from lp_jax._levels._sweep import sweep
@@ -51,7 +51,7 @@ def coarse_solve(scheme: Scheme, levels: Sequence[Level], v: Points, kind: str) 
     return f_relax(levels[0], u)
 
 
-def cascade(scheme: Scheme, levels: Sequence[Level], kind: str) -> CPoints:
+def coarse_to_fine(scheme: Scheme, levels: Sequence[Level], kind: str) -> CPoints:
     """Approximate the states without a guess: solve the coarsest level, then inject and F-relax level by level.
 
     It replaces the first visit of a cycle of its kind. Further visits (F, W) follow on every level but the finest and the
@@ -65,7 +65,45 @@ def cascade(scheme: Scheme, levels: Sequence[Level], kind: str) -> CPoints:
         coarse = coarse.with_rhs(restrict(fine, sweep(fine, zeros)[0]))
     if not coarser:
         return prolong(fine, solve_levels(scheme.coarsest, (coarse,)))
-    u = cascade(scheme, (coarse, *coarser), kind)
+    u = coarse_to_fine(scheme, (coarse, *coarser), kind)
     for visit in VISITS[kind][1:]:
         u, _ = fas_cycle(scheme, (coarse, *coarser), u, visit)
     return prolong(fine, f_relax(coarse, u))
+
+
+def v_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
+    """One V-cycle of the full approximation scheme.
+
+    Args:
+        levels: finest first.
+        u: C-points of ``levels[0]``, leaves ``(intervals, ...)``.
+        options: ``relaxation``, ``c_weight`` and ``coarsest``, as for `MGRIT`.
+
+    Returns:
+        The corrected C-points, and this worker's sum of squared residuals after relaxation; ``levels[0].norm`` makes it the norm
+        over all workers.
+
+    Example:
+        >>> import functools, jax.numpy as jnp, lp_jax
+        >>> from lp_jax import multigrid
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> for one in (multigrid.v_cycle, multigrid.f_cycle, multigrid.w_cycle):
+        ...     cycle = functools.partial(one, relaxation="FCF")
+        ...     solution = problem.solve(solver=lp_jax.MGRIT(levels=3, cycle=cycle))
+    """
+    return fas_cycle(Scheme(**options), levels, u, "V")
+
+
+def f_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
+    """One F-cycle: each coarse level is visited by an F-cycle, then by a V-cycle. As `v_cycle` else."""
+    return fas_cycle(Scheme(**options), levels, u, "F")
+
+
+def w_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
+    """One W-cycle: each coarse level is visited by two W-cycles. As `v_cycle` else."""
+    return fas_cycle(Scheme(**options), levels, u, "W")
+
+
+def cascade(levels: Sequence[Level], kind: str = "V", **options: PyTree) -> CPoints:
+    """Approximate the C-points without a guess, from the coarsest level to the finest. Options are those of `v_cycle`."""
+    return coarse_to_fine(Scheme(**options), levels, kind)

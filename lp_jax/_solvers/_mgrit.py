@@ -16,7 +16,7 @@ from lp_jax._levels._level import Level
 from lp_jax._levels._relax import Relaxation, at_level, per_level
 from lp_jax._levels._sweep import sweep
 from lp_jax._solvers._coarse_step import CoarseStep, PerInterval, coarser
-from lp_jax._solvers._cycle import VISITS, Scheme, cascade, fas_cycle
+from lp_jax._solvers._cycle import VISITS, Scheme, coarse_to_fine, fas_cycle
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Needs, Solver, Start, constant
 from lp_jax._solvers._sweeps import Picard
@@ -189,7 +189,7 @@ class MGRIT(Solver):
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         if self.start == "cascade":
             kind = "V" if callable(self.cycle) else self.cycle
-            return Start(cascade(self._scheme, levels, kind), spent=1)
+            return Start(coarse_to_fine(self._scheme, levels, kind), spent=1)
         return Start(constant(levels[0], guess))
 
     def improve(self, levels: Sequence[Level], state: CPoints) -> tuple[CPoints, Scalar]:

@@ -12,7 +12,7 @@ from lp_jax._arrays._check import register
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Stacked, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
-from lp_jax._levels._sweep import march
+from lp_jax._levels._sweep import march_and_emit
 from lp_jax._solvers._solver import Solver, Start
 
 
@@ -62,7 +62,7 @@ class Serial(Solver):
         return Start(None)
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
-        return march(levels[0], advance=advance)
+        return march_and_emit(levels[0], advance)
 
 
 def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[Stacked, PyTree]]:

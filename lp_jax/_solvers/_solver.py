@@ -272,7 +272,7 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         measured = stats(taken, jnp.zeros((0,), dtype), not solver.has_tolerance)
         if not solver.fallback:
             return solver.c_points(levels, state), measured
-        return march(fine)[0], measured._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
+        return march(fine), measured._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
     if not solver.has_tolerance:
         state, squares = lax.scan(lambda state, _: solver.improve(levels, state), state, length=cycles)
         norms = fine.norm(squares).astype(dtype)  # once, not in every cycle
@@ -329,7 +329,7 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
             met |= (last > 0) & (last <= ROUNDING * least)
         # a loop of at most one turn: under vmap a cond would always propagate serially
         u, _ = lax.while_loop(
-            lambda carry: ~carry[1], lambda _: (march(fine)[0], _tree.varying(jnp.asarray(True), met)), (u, met)
+            lambda carry: ~carry[1], lambda _: (march(fine), _tree.varying(jnp.asarray(True), met)), (u, met)
         )
     measured = stats(end.done + taken, end.norms, met)
     if solver.fallback:

@@ -26,12 +26,10 @@ class Solved(nnx.Module, abc.ABC):
     adjoint_solver: Any  # a `Solver`; None for the settings of ``solver``
 
     def __init__(self, solver: Solver | None, adjoint_solver: Solver | None, comm: Comm | Mesh | None):
+        _inputs.solvers(optional=True, solver=solver, adjoint_solver=adjoint_solver)
         for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
-            if value is not None:
-                _inputs.solver(name, value)
-                # NNX metadata; tolerances as Python floats, as arrays would be state of the model
-                value = nnx.static(jax.tree.map(float, value))
-            setattr(self, name, value)
+            # NNX metadata; tolerances as Python floats, as arrays would be state of the model
+            setattr(self, name, None if value is None else nnx.static(jax.tree.map(float, value)))
         self.comm = nnx.static(_inputs.comm(comm))
 
     @abc.abstractmethod

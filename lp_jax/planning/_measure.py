@@ -55,11 +55,7 @@ def require(problem: Problem) -> None:
 
 def as_pair(solvers: Solver | Pair | tuple[Solver, None]) -> Pair:
     """Return a solver with its adjoint one; by default that for linear systems."""
-    solver, adjoint = solvers if isinstance(solvers, tuple) else (solvers, None)
-    _inputs.solver("solver", solver)
-    adjoint = solver.for_adjoint() if adjoint is None else adjoint
-    _inputs.solver("adjoint_solver", adjoint)
-    return solver, adjoint
+    return _inputs.pair(*(solvers if isinstance(solvers, tuple) else (solvers, None)))
 
 
 def compile_fast() -> dict[str, bool | str] | None:

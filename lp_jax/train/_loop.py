@@ -137,9 +137,7 @@ def fit(
         ...     print(stopped)
         stopped at step 21: 4 of the 4 numbers in batch are not finite
     """
-    for name, each in (("solver", solver), ("adjoint_solver", adjoint_solver)):
-        if each is not None:
-            _inputs.solver(name, each)
+    _inputs.solvers(optional=True, solver=solver, adjoint_solver=adjoint_solver)
     for name, value in (("steps_per_epoch", steps_per_epoch), ("log_every", log_every)):
         _check.integer(name, value, least=1)
     _check.integer("epochs", epochs, least=0)
