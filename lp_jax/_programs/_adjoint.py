@@ -37,11 +37,6 @@ class Forward(NamedTuple):
     linearisations: PyTree = None  # arrays that `Linearised` keeps for every layer, ``(N, ...)``; None with ``states``
 
 
-def entered_in_final_sweep(level: Level, iterated: CPoints | None, c_points: CPoints) -> CPoints | None:
-    """`Forward.entered`, from the C-points before and after the final sweep."""
-    return None if iterated is None or iterated is c_points else level.incoming(iterated)
-
-
 def solve_adjoint(
     chain: Chain,
     solver: Solver,

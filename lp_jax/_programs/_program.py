@@ -15,7 +15,7 @@ from lp_jax._comms._workers import Workers
 from lp_jax._levels._chain import Chain, pad_slices
 from lp_jax._levels._layer import Traced
 from lp_jax._levels._result import DONE, SERIAL, if_finite
-from lp_jax._programs._adjoint import Forward, entered_in_final_sweep, solve_adjoint
+from lp_jax._programs._adjoint import Forward, solve_adjoint
 from lp_jax._programs._asked import count_ends, counts_of, report_stats
 from lp_jax._solvers._serial import propagate
 from lp_jax._solvers._solver import Solver, Stats, iterate
@@ -103,18 +103,16 @@ class Program:
         if not self.scan:
             out, left = self.forward(arrays, keep=True)
             return out, functools.partial(self.backward, arrays, left, keep=True)
-        leaves, combine = _tree.partition(arrays[:3])
 
-        def run(leaves: list[jax.Array]) -> tuple[tuple[State, list[jax.Array]], Output]:
-            slices, y0, shared = combine(leaves)
+        def run(slices: Slices, y0: State, shared: PyTree) -> tuple[tuple[State, list[jax.Array]], Output]:
             out = self.solve(arrays._replace(slices=slices, y0=y0, shared=shared))
             return (out[0], _tree.partition(out[1])[0]), out
 
-        (_, aux), pull, out = jax.vjp(run, leaves, has_aux=True)
+        (_, aux), pull, out = jax.vjp(run, *arrays[:3], has_aux=True)
 
         def pullback(cotangent: State, seen: Seen) -> tuple[Arrays, Stats]:
-            of_aux = _tree.zeros_like(aux) if not seen else list(map(_or_zeros, seen, aux))
-            return Arrays(*combine(pull((cotangent, of_aux))[0], fill=None)), _no_stats(cotangent, self.done)
+            of_aux = list(map(_or_zeros, seen or [None] * len(aux), aux))
+            return Arrays(*pull((cotangent, of_aux))), _no_stats(cotangent, self.done)
 
         return out, pullback
 
@@ -188,7 +186,8 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
         emits = keep_states or program.traced.steps[0][1].has_aux
         u, emitted = solver.finish(levels, iterated, advance if emits else None)
         states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
-        entered = entered_in_final_sweep(levels[0], iterated, u) if keep and not keep_states else None
+        swept = keep and not keep_states and iterated is not None and iterated is not u
+        entered = levels[0].incoming(iterated) if swept else None
         y1 = levels[0].last(u)
         stats = stats._replace(result=program.ended(if_finite(stats.result, y1)))
         return (Forward(u, entered, states, linearisations), aux), (y1, stats)

@@ -13,7 +13,7 @@ from jax.extend import core
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import Processor, footprint, processor
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Step, Which
+from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Which
 from lp_jax._comms._comm import common_unit
 from lp_jax._levels._layer import Hoisted, LayerStep, Signature, Traced, needs_its_trace, signature
 from lp_jax._levels._result import DONE, SERIAL
@@ -133,14 +133,13 @@ def trace(problem: _inputs.Network, solvers: Sequence[Solver]) -> tuple[Program,
         u = jax.eval_shape(lambda y: y, y0)
         for level, transfer in enumerate((None, *need.transfers)):
             u = u if transfer is None else jax.eval_shape(transfer[0], u)
-            tracing.add(level, problem.step, level, u, x)
-    whole, others = (jax.eval_shape(lambda y: y, y0), x), [other for need in needs for other in need.steps]
-    single, axes = None, max(need.averaged_axes for need in needs)
-    if axes:
-        single = _single_example(problem, y0, x, shared, axes)
-    for other in (None, *others):
-        for u, own in filter(None, (whole, single)):
-            tracing.add(other or 0, other or problem.step, 0, u, own)
+            tracing.add(level, u, x)
+    axes = max(need.averaged_axes for need in needs)
+    single = _single_example(problem, y0, x, shared, axes) if axes else None
+    others: list[Which] = [0, *(other for need in needs for other in need.steps)]
+    for which in others:
+        for u, own in filter(None, ((jax.eval_shape(lambda y: y, y0), x), single)):
+            tracing.add(which, u, own)
 
     seen_by_all = shared, tuple(tracing.closed_over)
     weights = any(jax.tree.leaves(jax.tree.map(_tree.inexact, seen_by_all)))
@@ -168,9 +167,10 @@ class _Tracing:
         self.programs: list[core.Jaxpr] = []
         self._table: dict[Which, dict[Signature, tuple[LayerStep, Hoisted | None]]] = {}
 
-    def add(self, which: Which, step: Step, level: int, u: State, x: Slices) -> None:
-        """Trace ``step`` for a state, unless that was done."""
+    def add(self, which: Which, u: State, x: Slices) -> None:
+        """Trace a step for a state, unless that was done."""
         table = self._table.setdefault(which, {})
+        step, level = (self.problem.step, which) if isinstance(which, int) else (which, 0)
         if signature(u) not in table:
             table[signature(u)] = self._trace(LayerStep(step, level, self.problem.has_aux), u, x)
 
