@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from compiled import compiled
 from networks import mesh
-from problems import INJECT, relative_error
+from problems import INJECT, relative_error, serial_loss_and_gradient
 
 import lp_jax
 from lp_jax import MGRIT, Newton, Picard, Serial, Windowed
@@ -39,20 +39,10 @@ def loss(params, y0, shared, solver, adjoint_solver=None, last=1.0, comm=None):
     return loss_of(solution.y1, solution.aux, last)
 
 
-def scanned_loss(params, y0, shared, last=1.0):
-    """The same by ``lax.scan``, with a Layer made by hand."""
-    t, dt = jnp.linspace(0, 2.0, N + 1)[:-1], jnp.full(N, 2.0 / N)
-
-    def body(y, x):
-        params, t, dt, index = x
-        return step(y, lp_jax.Layer(params, shared, None, t, dt, index, 0))
-
-    return loss_of(*jax.lax.scan(body, y0, (params, t, dt, jnp.arange(N))), last)
-
-
 @functools.cache
 def exact_gradient(last=1.0):
-    return jax.jit(jax.grad(scanned_loss, argnums=(0, 1, 2)))(PARAMS, Y0, SHARED, last)
+    loss = functools.partial(loss_of, last=last)
+    return serial_loss_and_gradient(step, PARAMS, Y0, loss, t1=2.0, shared=SHARED, has_aux=True)[1]
 
 
 gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), static_argnums=(3, 4, 6))

@@ -235,6 +235,7 @@ SPLIT = data.digits, data.peaks, functools.partial(data.characters, "nowhere")
         (BUCKETED, {"lengths": (64, 32)}, r"lengths must increase; got \(64, 32\)"),
         (BUCKETED, {"lengths": ()}, r"lengths must increase; got \(\)"),
         (BUCKETED, {"lengths": (64.0,)}, "lengths must be an integer"),
+        (BUCKETED, {"seed": -1}, "seed must be at least 0; got -1"),
         (BUCKETED, {"batch_size": 104}, "batch_size must be at most the number of sequences, 103; got 104"),
         (BUCKETED, {"data": data.Sequences(ragged().x, ragged().y[:-1])}, r"got 0 for the \d+ of sequence 102"),
         (BUCKETED, {"data": data.Sequences(ragged().x, ragged().x[::-1])}, r"got \d+ for the \d+ of sequence 0"),

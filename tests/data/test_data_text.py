@@ -1,6 +1,7 @@
 """Words, their features and tags, characters; and batches of sentences of different lengths."""
 
 import gzip
+import itertools
 
 import numpy as np
 import pytest
@@ -14,22 +15,10 @@ DOGS = [("dogs", "NOUN"), ("sleep", "VERB"), ("and", "CCONJ"), ("cats", "NOUN")]
 
 
 def test_sentences_of_a_file(tmp_path):
-    content = "\n".join(
-        [
-            "# sent_id = 1",
-            "# text = Don't go.",
-            row("1-2", "Don't", "_"),
-            row(1, "Do", "AUX"),
-            row(2, "n't", "PART"),
-            row("2.1", "you", "PRON"),
-            row(3, "go", "VERB"),
-            row("4", ".", "PUNCT"),
-            *("", ""),
-            row("0.1", "unsaid", "NOUN"),
-            row(1, "# 5", "SYM"),
-            row(2, "New York\u2028City", "PROPN"),
-        ]
-    )
+    one = [("1-2", "Don't", "_"), (1, "Do", "AUX"), (2, "n't", "PART"), ("2.1", "you", "PRON"), (3, "go", "VERB")]
+    two = [("0.1", "unsaid", "NOUN"), (1, "# 5", "SYM"), (2, "New York\u2028City", "PROPN")]
+    one, two = ("\n".join(itertools.starmap(row, words)) for words in ([*one, (4, ".", "PUNCT")], two))
+    content = f"# sent_id = 1\n# text = Don't go.\n{one}\n\n\n{two}"
     for name in ("a.conllu", "a.conllu.gz"):
         for text in (content, content + "\n\n", content.replace("\n", "\r\n"), "\ufeff" + content):
             first, second = read_conllu(write(tmp_path / name, text))

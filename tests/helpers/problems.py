@@ -32,8 +32,8 @@ def dense_state(batch: int, width: int, *, seed: int = 1):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, width)))
 
 
-@functools.partial(jax.jit, static_argnames=("step", "loss"))
-def serial_loss_and_gradient(step, params, y0, loss, *, t1=1.0, shared=None, data=None):
+@functools.partial(jax.jit, static_argnames=("step", "loss", "has_aux"))
+def serial_loss_and_gradient(step, params, y0, loss, *, t1=1.0, shared=None, data=None, has_aux=False):
     """Loss, and its gradient for (params, y0, shared), by a hand-written scan and ``jax.grad``: no code of the library."""
     n = jax.tree.leaves((params, data))[0].shape[0]
     t, dt = jnp.arange(float(n)) * (t1 / n), jnp.full((n,), t1 / n)
@@ -41,9 +41,11 @@ def serial_loss_and_gradient(step, params, y0, loss, *, t1=1.0, shared=None, dat
     def value(params, y0, shared):
         def body(y, x):
             p, d, t, dt, i = x
-            return step(y, lp_jax.Layer(p, shared, d, t, dt, i, 0)), None
+            stepped = step(y, lp_jax.Layer(p, shared, d, t, dt, i, 0))
+            return stepped if has_aux else (stepped, None)
 
-        return loss(jax.lax.scan(body, y0, (params, data, t, dt, jnp.arange(n)))[0])
+        y1, aux = jax.lax.scan(body, y0, (params, data, t, dt, jnp.arange(n)))
+        return loss(y1, aux) if has_aux else loss(y1)
 
     return jax.value_and_grad(value, argnums=(0, 1, 2))(params, y0, shared)
 

@@ -17,12 +17,9 @@ LAYERS, WIDTH, BATCH = 24, 4, 16
 SOLVER = lp_jax.Picard(sweeps=LAYERS, rtol=1e-2)
 
 
-def step(y, layer):
-    return y + layer.dt * jnp.tanh(y @ layer.params)
-
-
 def loss_fn(params, batch, solver, adjoint_solver):
     x, target, *_ = batch
+    step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
     solution = lp_jax.solve(step, params, x, t1=4.0, solver=solver, adjoint_solver=adjoint_solver)
     info = train.Info(jnp.int32(len(x)), solution.stats, solution.result)
     return jnp.mean((solution.y1 - target) ** 2), info

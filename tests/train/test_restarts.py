@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from networks import F64, mesh, normal
-from problems import INJECT, dense_params, dense_state, dense_step
+from problems import INJECT, dense_params, dense_state, dense_step, serial_loss_and_gradient
 
 import lp_jax
 from lp_jax import MGRIT, Newton, Picard, Serial, Windowed, nn
@@ -30,14 +30,13 @@ SOLVERS = {  # and workers
 def exact():
     """Cotangents of the states that enter the layers: the gradient with respect to what is added to each."""
 
-    def loss(added):
-        def body(y, x):
-            params, t, more = x
-            return dense_step(y + more, lp_jax.Layer(params, None, None, t, 1 / LAYERS, None, 0)), None
+    def step(y, layer):
+        params, added = layer.params
+        return dense_step(y + added, layer._replace(params=params))
 
-        return jnp.vdot(jax.lax.scan(body, Y0, (PARAMS, np.arange(LAYERS) / LAYERS, added))[0], COTANGENT)
-
-    return jax.jit(jax.grad(loss))(jnp.zeros((LAYERS, *Y0.shape)))
+    params = PARAMS, jnp.zeros((LAYERS, *Y0.shape))
+    ((_, found), *_) = serial_loss_and_gradient(step, params, Y0, lambda y1: jnp.vdot(y1, COTANGENT))[1]
+    return found
 
 
 @functools.partial(jax.jit, static_argnames="comm")
