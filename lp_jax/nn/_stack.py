@@ -206,19 +206,19 @@ def parallel(f: Callable[..., PyTree], **options: Any) -> Callable[..., PyTree]:
 
     @functools.wraps(f)
     def solved(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        graphdef, state = nnx.split((args, kwargs))
-        made: list[nnx.GraphDef] = []
+        with nnx.update_context(tag := object()):  # modules that come out are those that went in
+            with nnx.split_context(tag) as context:
+                graphdef, state = context.split((args, kwargs))
 
-        def pure(state: nnx.State) -> list[PyTree]:
-            given = nnx.merge(graphdef, state)
-            out = f(*given[0], **given[1])
-            structure, *states = nnx.split((given, out), nnx.Variable, ...)
-            made.append(structure)
-            return states
+            def pure(state: nnx.State) -> PyTree:
+                with nnx.merge_context(tag, inner=True) as context:
+                    given = context.merge(graphdef, state)
+                out = f(*given[0], **given[1])
+                with nnx.split_context(tag) as context:
+                    return context.split((given, out))
 
-        states = _parallel.parallel(pure, **options)(state)
-        given, out = nnx.merge(made[-1], *states)
-        nnx.update((args, kwargs), nnx.state(given, nnx.Variable))
-        return out
+            parts = _parallel.parallel(pure, **options)(state)
+            with nnx.merge_context(tag, inner=False) as context:
+                return context.merge(*parts)[1]
 
     return solved

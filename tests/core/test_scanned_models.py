@@ -176,6 +176,17 @@ def test_state_in_any_argument_goes_on():
     assert jnp.abs(outputs[0] - outputs[1]).max() > 1e-2  # other masks
 
 
+def test_modules_that_come_out_are_those_that_went_in():
+    def moved(module):
+        module.norm.mean[...] += 1
+        return module, [module.linear.kernel]
+
+    for wrap in (nnx.jit, nn.parallel):
+        module = Noisy(nnx.Rngs(0))
+        out, (kernel,) = wrap(moved)(module)
+        assert out is module and kernel is module.linear.kernel and module.norm.mean[0] == 1
+
+
 def test_a_layer_without_time_is_shown_the_way():
     trunk = nn.LayerParallel(lambda rngs: nnx.Linear(4, 4, param_dtype=float, rngs=rngs), 8, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"Linear.__call__\(.*A layer without time .*lp_jax.nn.parallel"):
