@@ -163,21 +163,19 @@ class _Rules:
         return evaluate(jaxpr, consts, args, self._operation)
 
     def _operation(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        return self._equation(eqn, ins) if _has_scan([eqn]) else bind(eqn, ins)
-
-    def _equation(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        """Evaluate an operation with scans inside: the same operation, of programs whose scans are solved."""
+        """Evaluate an operation; one with scans inside, of programs whose scans are solved."""
         name, p = eqn.primitive.name, eqn.params
+        if not _has_scan([eqn]):
+            return bind(eqn, ins)
         if name == "scan":
             return self._scan(eqn, ins)
-        if name in ("jit", "pjit"):
-            if self.tell is not None:
-                return self.run(p["jaxpr"].jaxpr, p["jaxpr"].consts, *ins)
-            avals = [v.aval for v in eqn.invars]
-            program = jax.make_jaxpr(functools.partial(self.run, p["jaxpr"].jaxpr, p["jaxpr"].consts))(*avals)
-            return eqn.primitive.bind(*ins, **{**p, "jaxpr": program})
-        if name == "closed_call":
-            return self.run(p["call_jaxpr"].jaxpr, p["call_jaxpr"].consts, *ins)
+        if name in ("jit", "pjit", "closed_call"):
+            program = p["call_jaxpr" if name == "closed_call" else "jaxpr"]
+            called = functools.partial(self.run, program.jaxpr, program.consts)
+            if name == "closed_call" or self.tell is not None:
+                return called(*ins)
+            solved = jax.make_jaxpr(called)(*(v.aval for v in eqn.invars))
+            return eqn.primitive.bind(*ins, **{**p, "jaxpr": solved})
         if name == "cond":
             branches = [functools.partial(self.run, branch.jaxpr, branch.consts) for branch in p["branches"]]
             return lax.switch(ins[0], branches, *ins[1:])

@@ -94,12 +94,9 @@ class Problem(_inputs.Network):
             arguments = (self.params, self.y0, self.shared, self.data)
             cotangents = (gradient.slices.params, gradient.y0, gradient.shared[0], gradient.slices.data)
             cotangents = jax.tree.map(
-                lambda cotangent, x: (
-                    np.zeros(jnp.shape(x), jax.dtypes.float0) if cotangent is None and x is not None else cotangent
-                ),
-                cotangents,
+                lambda x, cotangent: np.zeros(jnp.shape(x), jax.dtypes.float0) if cotangent is None else cotangent,
                 arguments,
-                is_leaf=lambda x: x is None,
+                cotangents,
             )
             params, y0, shared, data = _tree.sum_like(cotangents, arguments)
             return Gradients(params, y0, shared, data, gradient.adjoint_guess), stats

@@ -122,7 +122,7 @@ def scanned(
         >>> bool(solution.stats.residual_norms[-1] < 1e-3)
         True
     """
-    return _as_problem(body, init, xs, length, reverse, _inputs.comm(comm))[0]
+    return _as_problem(body, init, xs, _length(xs, length), reverse, _inputs.comm(comm))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,11 +157,8 @@ def _of_body(solver: Solver | None, init: PyTree) -> Solver | None:
     return dataclasses.replace(solver, jacobian_of=_BodyStep.of(other, init))  # type: ignore[type-var]
 
 
-def _as_problem(
-    body: Body, init: PyTree, xs: Stacked, length: int | None, reverse: bool, comm: Comm
-) -> tuple[Problem, list[Any]]:
+def _as_problem(body: Body, init: PyTree, xs: Stacked, n: int, reverse: bool, comm: Comm) -> tuple[Problem, list[Any]]:
     """The problem, and the leaves of the last carry that are not solved for."""
-    n = _length(xs, length)
     init, xs = _inputs.arrays(init, "init"), _inputs.arrays(xs, "xs")
     x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
     init = _strong(body, init, x)

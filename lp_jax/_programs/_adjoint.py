@@ -289,12 +289,10 @@ def shared_gradient(
     most, xs, expand = max(adjoint.at_once, _LEAST), adjoint.xs, adjoint.expand
     if adjoint.factor == 1:
         return sum_over((*xs, cotangents))
-    if expand is not None:
-        if most < adjoint.steps:
+    if expand is None:
+        return sum_over(_tree.merge((*xs, cotangents)))
 
-            def interval(total: list[jax.Array], one: tuple[PyTree, State]) -> tuple[list[jax.Array], None]:
-                return _tree.add(total, sum_over((*expand(one[0], fine.shared), one[1]))), None
+    def interval(total: list[jax.Array], one: tuple[PyTree, State]) -> tuple[list[jax.Array], None]:
+        return _tree.add(total, sum_over((*expand(one[0], fine.shared), one[1]))), None
 
-            return lax.scan(interval, _tree.zeros_like(leaves), (xs, cotangents))[0]
-        xs = jax.vmap(expand, in_axes=(0, None))(xs, fine.shared)
-    return sum_over(_tree.merge((*xs, cotangents)))
+    return lax.scan(interval, _tree.zeros_like(leaves), (xs, cotangents))[0]
