@@ -31,7 +31,7 @@ class Solution(NamedTuple):
     """Result of `solve`.
 
     Attributes:
-        y1: the state after the last layer. The only part that gradients flow through.
+        y1: the state after the last layer. Gradients flow through it and through ``aux`` only.
         stats: iterations, residual norms, and the result code.
         trajectory: level-0 C-point states after point 0, leaves ``(ceil(N / m), ...)``; a ``guess`` for the next solve.
         aux: the step's second output, stacked over layers, ``(N, ...)``; from the final sweep.
@@ -109,13 +109,13 @@ def interpolate(y0: State, trajectory: CPoints, count: int) -> CPoints:
     """
     _check.integer("count", count, least=1)
     y0, trajectory = _inputs.state(y0), jax.tree.map(jnp.asarray, trajectory)
-    if not _inputs.alike(y0, _tree.entry_like(trajectory)):
+    lengths = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(trajectory)}
+    if len(lengths) != 1 or 0 in lengths or not _inputs.alike(y0, _tree.entry_like(trajectory)):
         shapes, points = (jax.tree.map(jnp.shape, tree) for tree in (y0, trajectory))
-        raise ValueError(f"trajectory must be states like y0, {shapes}, stacked along a first axis; got {points}.")
-    known = {x.shape[0] for x in jax.tree.leaves(trajectory)}
-    if len(known) != 1 or known == {0}:
-        raise ValueError(f"trajectory must have leaves of one length, at least 1; got lengths {sorted(known)}.")
-    (number,) = known
+        raise ValueError(
+            f"trajectory must be states like y0, {shapes}, stacked along a first axis of one length, at least 1; got {points}."
+        )
+    (number,) = lengths
     place = np.arange(1, count + 1) * number / count
     below = np.minimum(place.astype(int), number - 1)
 

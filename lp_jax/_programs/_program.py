@@ -134,9 +134,8 @@ class Program:
         return jax.jit(functools.partial(_backward, self), static_argnames="keep", inline=self.workers.rows[0] == 0)
 
 
-_first = functools.lru_cache(maxsize=32)(
-    lambda program: program
-)  # each keeps its compiled programs, some MB, and the step
+# each keeps its compiled programs, some MB, and the step
+_first = functools.lru_cache(maxsize=32)(lambda program: program)
 
 
 def first_equal(program: Program) -> Program:

@@ -43,31 +43,32 @@ def prepare(
         adjoint_solver = adjoint_default if adjoint_solver is None else adjoint_solver
     pair = _inputs.pair(solver, adjoint_solver)
     program, arrays = (found and _reused(*found, pair)) or trace(problem, pair)
-    workers, layers = program.workers, program.workers.layers
+    workers, layers, rows, start = program.workers, program.workers.layers, program.workers.rows[0], None
     solver, adjoint_solver = arrays.solver, arrays.adjoint_solver
     for each in (solver, adjoint_solver):
         _inputs.at_once(each, layers)
-    warm = not isinstance(guess, str)
-    if warm:
-        guess = _inputs.trajectory("guess", guess, arrays.y0, -(-workers.rows[0] // program.stride))
-    else:
+    if isinstance(guess, str):
         _check.one_of("guess", guess, ("constant", "zeros"), otherwise="or a trajectory")
+    else:
+        start = _inputs.trajectory("guess", guess, arrays.y0, -(-rows // program.stride))
+        solver = solver.resolve(layers, warm=True)
     if adjoint_guess is not None:
-        intervals = -(-workers.rows[0] // program.adjoint_stride)
+        intervals = -(-rows // program.adjoint_stride)
         adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, intervals)
         adjoint_solver = adjoint_solver.resolve(layers, warm=True)
     exact = workers.size == 1 and solver.exact and adjoint_solver.exact
     contracts = workers.processor.launches and program.traced.recurrent and solver.keeps_states  # see `Serial`
     scan = exact and adjoint_guess is None and not contracts
     arrays = arrays._replace(
-        solver=solver.resolve(layers, warm=True) if warm else solver,
+        solver=solver,
         adjoint_solver=adjoint_solver,
-        guess=guess if warm else None,
+        guess=start,
         adjoint_guess=adjoint_guess,
         watch=asked.value.watch and _tree.varying(asked.value.watch.counts, (arrays.slices, arrays.y0, arrays.shared)),
     )
     done = SERIAL if by_default and solver.exact else DONE
-    return first_equal(dataclasses.replace(program, zeros=not warm and guess == "zeros", scan=scan, done=done)), arrays
+    zeros = start is None and guess == "zeros"
+    return first_equal(dataclasses.replace(program, zeros=zeros, scan=scan, done=done)), arrays
 
 
 def default(problem: _inputs.Network) -> tuple[tuple[tuple[Solver, Solver], float], tuple[Program, Arrays]]:
