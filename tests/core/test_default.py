@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from networks import F64
+from networks import F64, dense_classifier
 from problems import relative_error
 from products import layer
 
 import lp_jax
-from lp_jax import nn, train
+from lp_jax import train
 from lp_jax._levels._result import DONE, FELL_BACK, NOT_CONVERGED
 from lp_jax._solvers._default import SWEEPS
 
@@ -105,12 +104,9 @@ def test_training_without_a_solver_takes_what_the_model_was_built_with():
     """And the default of `solve` where it was built with none; nothing is faster on eight layers."""
 
     def trained(built_with, solver=None):
-        rngs = nnx.Rngs(0)
-        trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(4, rngs=rngs), 8, solver=built_with, rngs=rngs)
-        model = nn.Classifier(nn.DenseOpening((2,), 4, rngs=rngs), trunk, nn.DenseClosing((4,), 2, rngs=rngs))
-        loss_fn, params = train.classification(model)
+        loss_fn, params = train.classification(dense_classifier(8, dtype=jnp.float32, solver=built_with))
         step_fn, state = train.make_train_step(loss_fn, optax.sgd(0.1)), train.init_state(params, optax.sgd(0.1))
-        return step_fn(state, (jnp.ones((4, 2), jnp.float32), jnp.zeros(4, jnp.int32)), solver, None)[1].loss
+        return step_fn(state, (jnp.ones((4, 3), jnp.float32), jnp.zeros(4, jnp.int32)), solver, None)[1].loss
 
     one_cycle = lp_jax.MGRIT(iterations=1, coarse_step=lp_jax.Rediscretize())
     assert trained(None) == trained(one_cycle, lp_jax.Serial()) != trained(one_cycle)

@@ -127,6 +127,8 @@ def test_a_cycle_is_that_of_plain_loops(name):
         assert_close(metrics.loss, loss, 1e-12)
         np.testing.assert_allclose(float(metrics.gradients), spent, rtol=1e-6)
         assert int(state.step) == number + 1 and bool(metrics.finite)
+    assert step_fn._cache_size() == 1  # a state has the shapes and devices of the one before
+    assert state.params["trunk"]["layers"]["inner"]["kernel"].sharding.num_devices == (2 if where else 1)
 
 
 def test_where_the_gradient_is_zero_nothing_moves():
