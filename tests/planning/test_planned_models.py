@@ -12,7 +12,7 @@ import pytest
 from command import one_line, run
 from flax import nnx
 from matplotlib.image import imread
-from networks import mesh
+from networks import dense_classifier, mesh
 from problems import machine, relative_error
 
 import lp_jax
@@ -51,16 +51,14 @@ def test_the_problem_of_a_recurrent_network_is_what_it_solves():
 
 
 def classifier(kind):
-    rngs = nnx.Rngs(0)
+    make = functools.partial(dense_classifier, inputs=4, width=6, outputs=3, dtype=jnp.float32, t1=1.0)
+    model = make(16)
     if kind == "gru":
-        return nn.Classifier(lambda x: x, nn.GRU(4, 6, rngs=rngs), nn.DenseClosing((6,), 3, rngs=rngs))
-
-    def block(layers, **options):
-        return nn.LayerParallel(lambda rngs: nn.DenseResidual(6, rngs=rngs), layers, rngs=rngs, **options)
-
-    buffers = [block(2, solver=lp_jax.Serial()) for _ in range(2)]
-    layers = block(16) if kind == "dense" else nn.Network(buffers[0], block(16), buffers[1])
-    return nn.Classifier(nn.DenseOpening((4,), 6, rngs=rngs), layers, nn.DenseClosing((6,), 3, rngs=rngs))
+        model = nn.Classifier(lambda x: x, nn.GRU(4, 6, rngs=nnx.Rngs(0)), model.closing)
+    if kind == "network":
+        first, last = (make(2, solver=lp_jax.Serial()).trunk for _ in range(2))
+        model.trunk = nn.Network(first, model.trunk, last)
+    return model
 
 
 @pytest.mark.parametrize("kind", ["dense", "network"])

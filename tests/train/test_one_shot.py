@@ -73,18 +73,11 @@ def oneshot(golden):
     return peaks, starts, json.loads((folder / "histories.json").read_text())
 
 
-def run(loss, params, batch, steps, *solvers, line_search=SEARCH):
-    """Columns of a run, serially or, with solvers, in one-shot."""
-    if solvers:
-        pair = dict(zip(("solver", "adjoint_solver"), solvers, strict=True))
-        step_fn, state = train.one_shot(loss, params, OPTIMIZER, batch, line_search=line_search, **pair)
-    else:
-        solvers = lp_jax.Serial(), lp_jax.Serial()
-        step_fn = train.make_train_step(loss, OPTIMIZER, line_search=line_search)
-        state = train.init_state(params, OPTIMIZER)
+def run(step_fn, state, batch, steps, solver, adjoint_solver):
+    """Columns of a run."""
     rows = []
     for _ in range(steps):
-        state, metrics = step_fn(state, batch, *solvers)
+        state, metrics = step_fn(state, batch, solver, adjoint_solver)
         rows.append(jax.device_get((metrics.loss, metrics.info.scale, metrics.gradient_norm, metrics.trials)))
     objective, loss, gradient_norm, trials = (np.array(column) for column in zip(*rows, strict=True))
     return {"objective": objective, "loss": loss, "gradient_norm": gradient_norm, "trials": trials}
@@ -102,7 +95,9 @@ def test_iterations_are_those_that_were_published(oneshot, start, steps, example
     (x, labels), starts, histories = oneshot
     loss = functools.partial(loss_fn, time=1.0, **options)
     wanted = histories["regression, serial" if start == "regression" else "N=32 T=1, serial"]
-    got = run(loss, starts[start], (x[:examples], labels[:examples]), steps)
+    step_fn = train.make_train_step(loss, OPTIMIZER, line_search=SEARCH)
+    state = train.init_state(starts[start], OPTIMIZER)
+    got = run(step_fn, state, (x[:examples], labels[:examples]), steps, lp_jax.Serial(), lp_jax.Serial())
     for name in ("objective", "loss", "gradient_norm"):
         np.testing.assert_allclose(got[name], wanted[name][:steps], rtol=rtol, err_msg=name)
     failed = wanted["trials"][1 : steps + 1]  # theirs are counted in the iteration that follows
@@ -114,9 +109,10 @@ def test_one_shot_trains_as_serial_propagation_does(oneshot):
     """At a tenth of its depth, and about twice its work: one sweep per gradient, two for the adjoint and for each trial."""
     layers, steps, (batch, starts, histories) = 32, 15, oneshot
     solver, adjoint_solver = lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2)
-    search = train.Backtracking(trials=20, solver=adjoint_solver)
-    loss = functools.partial(loss_fn, time=1.0)
-    got = run(loss, starts[f"n{layers}"], batch, steps, solver, adjoint_solver, line_search=search)
+    options = {"line_search": train.Backtracking(trials=20, solver=adjoint_solver), "adjoint_solver": adjoint_solver}
+    loss, params = functools.partial(loss_fn, time=1.0), starts[f"n{layers}"]
+    begun = train.one_shot(loss, params, OPTIMIZER, batch, solver=solver, **options)
+    got = run(*begun, batch, steps, solver, adjoint_solver)
     wanted = histories[f"N={layers} T=1, serial"]
     assert got["loss"][-1] < (1 + 1e-5) * wanted["loss"][steps - 1]  # 1.7e-5 above without the guesses
 

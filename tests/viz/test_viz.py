@@ -79,8 +79,7 @@ def test_runs_that_are_short_or_empty_or_have_gaps():
 
 def test_costs_are_drawn_against_work_and_against_depth():
     def spent(steps, depth):
-        train = [{"kind": "train", "step": i, "loss": 2.0 / i, "work": 192 * i} for i in range(1, steps + 1)]
-        return [row | {"depth": None if depth is None else depth * row["step"]} for row in train]
+        return [row | {"work": 192 * row["step"], "depth": depth and depth * row["step"]} for row in rows(0.9, steps)]
 
     figure = viz.costs({"one-shot": spent(40, 12), "serial": spent(40, 192), "mgopt": spent(9, None)})
     by_work, by_depth = figure.axes
