@@ -156,7 +156,9 @@ class _Rules:
             return f(*args, **kwargs)
 
         closed, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-        return jax.tree.unflatten(jax.tree.structure(shape), self.run(closed.jaxpr, closed.consts, *arrays))
+        pairs = zip(closed.jaxpr.outvars, self.run(closed.jaxpr, closed.consts, *arrays), strict=True)
+        out = [jnp.asarray(x) if isinstance(v.aval, jax.core.ShapedArray) else x for v, x in pairs]
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         """Evaluate a program, its scans solved."""

@@ -188,8 +188,7 @@ def _state_refused(module: nnx.Module, others: Sequence[tuple[PyTree, object]]) 
 def parallel(f: Callable[..., PyTree], **options: Any) -> Callable[..., PyTree]:
     """`lp_jax.parallel` for a function whose arguments hold NNX modules, as ``nnx.jit`` is ``jax.jit`` for such.
 
-    Batch statistics, counters, sown values and random streams that ``f`` changes are changed in the caller's modules. A scan
-    whose carry is such a state is solved as any other.
+    Statistics, counters, sown values and random streams that ``f`` changes are changed in the caller's modules, also in a carry.
 
     Example:
         >>> import jax, jax.numpy as jnp, lp_jax

@@ -242,6 +242,8 @@ def test_arguments_that_are_no_arrays_are_constants():
         return plain(w, x)[0] if train and name == "a" else x
 
     np.testing.assert_allclose(lp_jax.parallel(f, solver=EXACT)(W, X, train=True, name="a"), plain(W, X)[0], rtol=1e-12)
+    results = lp_jax.parallel(lambda x: (x, jnp.array(True), 1.0))(X)
+    assert all(isinstance(x, jax.Array) for x in results)  # what the program holds as numbers, too
     with pytest.raises(TypeError, match="solver must be a solver"):
         lp_jax.parallel(f, solver=3)
     stretched = lp_jax.MGRIT(coarse_step=lp_jax.Rediscretize())
