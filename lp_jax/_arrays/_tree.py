@@ -267,7 +267,7 @@ def leading(tree: PyTree) -> int:
 def leaf_squares(tree: PyTree) -> PyTree:
     """Sum of squared magnitudes of each leaf, in at least single precision."""
     dtype = real_dtype(tree, at_least=jnp.float32)
-    return jax.tree.map(lambda x: jnp.sum(jnp.square(jnp.abs(x)).astype(dtype)), tree)
+    return jax.tree.map(lambda x: jnp.sum(jnp.square(jnp.abs(x)).astype(dtype)), wide(tree))
 
 
 def sum_of_squares(tree: PyTree) -> jax.Array:
@@ -279,7 +279,7 @@ def sum_of_squares(tree: PyTree) -> jax.Array:
 def inner(a: PyTree, b: PyTree) -> jax.Array:
     """Real part of the inner product over all leaves, in at least single precision."""
     dtype = real_dtype(a, at_least=jnp.float32)
-    products = jax.tree.map(lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype)), a, b)
+    products = jax.tree.map(lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype)), wide(a), wide(b))
     return jax.tree.reduce(jnp.add, products, jnp.zeros((), dtype))
 
 

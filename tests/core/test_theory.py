@@ -213,3 +213,10 @@ def test_what_is_infinite_behind_stays_there():
     x = jnp.ones(40).at[20].set(jnp.inf)
     before, _ = _tree.prefix_sums(x, jnp.zeros(()), reverse=False)
     np.testing.assert_array_equal(before[:21], np.arange(21.0))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_squares_of_small_dtypes_neither_overflow_nor_vanish(dtype):
+    for size in (2.0**10, 2.0**-14):
+        tree = {"a": jnp.full(4, size, dtype), "b": jnp.zeros(3, dtype)}
+        assert _tree.norm(tree) == 2 * size and _tree.inner(tree, tree) == 4 * size**2
