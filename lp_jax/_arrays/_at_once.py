@@ -14,7 +14,7 @@ from jax.extend import core
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._products import array_type, cost_of, elementwise, most_alive, opaque, walk
+from lp_jax._arrays._products import array_type, cost_of, live, most_alive, opaque, walk
 from lp_jax._arrays._types import PyTree
 
 
@@ -37,13 +37,13 @@ def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footp
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(operands))
     if not all(isinstance(size, int) for v in program.invars for size in array_type(v).shape):  # of `jax.export`
         return Footprint(0, 0, math.inf, counted=False)
+    program = live(program)
     try:
-        flops = cost_of(program).work
+        flops, numbers, kernels = cost_of(program)
     except ValueError:  # a loop whose length is data
         return Footprint(nbytes, 0, math.inf, counted=False)
+    kernels = 1 + max(1, kernels)  # without products and reductions, too, some operations are not fused
     counted, few = not opaque(program), has_few(program, terms, least=2)
-    numbers, kernels = elementwise(program)
-    kernels = max(2, kernels)  # without products and reductions, too, some operations are not fused
     switches = any(equation.primitive.name == "cond" for equation in walk(program.eqns))
     branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches else 1.0
     one_row = has_few(program, 1) and not has_few(program, sys.maxsize, least=2)
@@ -59,13 +59,13 @@ def _at_once_cost(program: core.Jaxpr) -> float:
 
     kinds = [*(((), v) for v in program.constvars), *(((2,), v) for v in program.invars)]
     shapes = [jax.ShapeDtypeStruct((*more, *array_type(v).shape), array_type(v).dtype) for more, v in kinds]
-    batched = jax.make_jaxpr(layers)(*shapes).jaxpr
-    return (cost_of(batched).work + elementwise(batched)[0]) / 2
+    flops, numbers, _ = cost_of(live(jax.make_jaxpr(layers)(*shapes).jaxpr))
+    return (flops + numbers) / 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Processor:
-    """Numbers of a device: its times in seconds, and the limits by which programs for the same numbers are chosen."""
+    """Numbers of a device: its times in seconds, and what programs for the same numbers are chosen by."""
 
     flops: float  # a second, of products in the precision that JAX uses by default for float32
     bandwidth: float  # bytes a second of its memory
@@ -77,34 +77,19 @@ class Processor:
     launch: float  # to start a kernel that evaluates several layers
     few_rows: float = 0.0  # more for each kernel of a layer in a batch, where products have a few rows
     latency: float  # of a message to another worker
-    max_bytes: int | None  # that all layers may hold to be evaluated at once; None for any
-    chunk_bytes: int  # of the layers evaluated at once, where they are not all
-    min_intensity: (
-        float  # flops per byte of operands below which layers are not split, as copying operands would cost more
-    )
-    full_unroll: int  # most turns of a loop over layers at once that is unrolled as a whole
-    partial_unroll: int  # turns of a longer loop that are unrolled; 1 for none
-    # Most bytes of a layer for which serial propagation is unrolled; None for any. Layers with products of a few rows are not:
-    # the sums of outer products would be unrolled too, and are then slower.
-    unroll_bytes: int | None
-    unroll_flops: (
-        int  # least flops of a layer for which it is unrolled: a CPU's compiler makes one kernel of a smaller loop
-    )
-    outer_terms: int  # most terms for which the gradient of a weight is a sum of outer products: see `with_few_terms`
-    chain_flops: float | None  # in the time of one turn of a loop; None where a turn is never worth its time
-    kernel_step: float | None = (
-        None  # a step in a kernel that marches through elementwise steps; None where there is none
-    )
+    launches: bool = True  # whether each turn of a loop is launched anew: few long turns are cheap
+    outer_terms: int = 0  # most terms of a weight's gradient that is a sum of outer products: `with_few_terms`
+    chain_flops: float = math.inf  # in the time of one turn of a loop
+    kernel_step: float | None = None  # a step in a kernel for elementwise steps; None where there is no such kernel
 
     def at_once(self, layer: Footprint, steps: int) -> int:
         """Number of ``steps`` layers that are evaluated at once."""
         if not layer.counted:
             return 1
         each = max(1, layer.operands + 2 * layer.working)  # working memory is written and read
-        fits = self.max_bytes is None or steps * each <= self.max_bytes
-        if fits or layer.flops < self.min_intensity * layer.operands:
+        if self.launches or steps * each <= _MOST_BYTES or layer.flops < layer.operands:
             return max(steps, 1)
-        return max(1, min(steps, self.chunk_bytes // each))
+        return max(1, min(steps, _CHUNK_BYTES // each))
 
     def one(self, layer: Footprint, *, steps: int) -> float:
         """Seconds of a layer's arithmetic, one of ``steps`` layers, without the start of its kernels."""
@@ -115,7 +100,7 @@ class Processor:
     def serial(self, layer: Footprint, steps: int) -> tuple[float, float]:
         """Seconds of serial propagation through ``steps`` layers: forward, and the further seconds of the gradient."""
         each = self.row_kernel if layer.one_row else self.kernel
-        started = each * layer.kernels if layer.flops >= self.unroll_flops or self.launches else 0.0
+        started = each * layer.kernels if layer.flops >= _UNROLL_FLOPS or self.launches else 0.0
         one = self.one(layer, steps=steps)
         return steps * (started + one), steps * (self.backward * started + 2 * one)
 
@@ -129,24 +114,18 @@ class Processor:
         """Seconds of a layer in the chain of an iteration of Newton's method, with Jacobians of ``numbers`` columns."""
         return matrices * (_PASSES * 4 * numbers**2 / self.bandwidth + 2 * numbers**3 / self.flops)
 
-    @property
-    def launches(self) -> bool:
-        """Whether each turn of a loop is launched anew, so that few long turns are cheap, wasted work included."""
-        return self.partial_unroll > 1
-
     def serial_unroll(self, layer: Footprint) -> int:
         """Number of turns of serial propagation to unroll."""
-        if self.unroll_bytes is None:
+        if self.launches:
             return _SOME
         fused = layer.few or (layer.one_row and self.row_kernel < self.kernel)
-        fits = layer.counted and not fused and layer.operands + layer.working <= self.unroll_bytes
-        return _SOME if fits and layer.flops >= self.unroll_flops else 1
+        fits = layer.counted and not fused and layer.operands + layer.working <= _UNROLL_BYTES
+        return _SOME if fits and layer.flops >= _UNROLL_FLOPS else 1
 
     def multiplies(self, flops: float) -> bool:
         """Whether to solve a chain of linear maps by products of maps, of ``flops`` each, and not map after map."""
-        if self.chain_flops is None:
-            return True
-        return isinstance(flops, int | float) and flops <= self.chain_flops  # a symbolic number is not known
+        known = isinstance(flops, int | float)  # a symbolic number is not
+        return self.launches or (known and flops <= self.chain_flops)
 
     def loop_unroll(self, count: int, body: Callable[..., PyTree], *arguments: PyTree) -> int:
         """Number of a loop's ``count`` turns to unroll; fewer where turns are large and take long to compile."""
@@ -154,8 +133,8 @@ class Processor:
             return 1
         operations = 1 + len(list(walk(jax.make_jaxpr(body)(*arguments).jaxpr.eqns)))
         most = max(1, _MOST // operations)
-        if count > self.full_unroll:
-            return min(self.partial_unroll, most)
+        if count > _ALL:
+            return min(_SOME, most)
         return next(turns for turns in range(min(count, most), 0, -1) if count % turns == 0)
 
 
@@ -163,10 +142,15 @@ _BYTES = 4  # per number that an operation other than a product computes: half o
 _PASSES = 10  # over the Jacobians, in an iteration of Newton's method
 OF_NEWTON = 100  # kernels of such an iteration
 OF_A_SUM = 6  # kernels of the sums of increments in a sweep
+_SOME, _ALL = 8, 16  # turns of a loop that are unrolled; most turns of one that is unrolled as a whole
 _MOST = 2048  # operations of all turns that are unrolled
+# On a CPU: most bytes of layers that are all evaluated at once, and bytes of those that are where there are more. Layers of less
+# than a flop per byte of operands are not split, as copying operands would cost more.
+_MOST_BYTES, _CHUNK_BYTES = 36_000_000, 2**23
+# On a CPU: most bytes of a layer for which serial propagation is unrolled, and least flops: the compiler makes one kernel of a
+# smaller loop. With products of a few rows it is not: the sums of outer products would be unrolled too, and are then slower.
+_UNROLL_BYTES, _UNROLL_FLOPS = 2**13, 256
 
-
-_SOME = 8
 CPU = Processor(
     flops=6e10,
     bandwidth=1e10,
@@ -178,13 +162,7 @@ CPU = Processor(
     launch=5e-7,
     few_rows=3e-8,
     latency=3e-5,
-    max_bytes=36_000_000,
-    chunk_bytes=2**23,
-    min_intensity=1.0,
-    full_unroll=1,
-    partial_unroll=1,
-    unroll_bytes=2**13,
-    unroll_flops=256,
+    launches=False,
     outer_terms=16,
     chain_flops=1e5,
 )
@@ -196,15 +174,6 @@ ACCELERATOR = Processor(
     backward=1.5,
     launch=1.4e-6,
     latency=1e-5,
-    max_bytes=None,
-    chunk_bytes=0,
-    min_intensity=0.0,
-    full_unroll=16,
-    partial_unroll=_SOME,
-    unroll_bytes=None,
-    unroll_flops=0,
-    outer_terms=0,
-    chain_flops=None,
 )
 # From the vendors: dense TF32 products (bfloat16 on TPUs), and two thirds of the bandwidth of HBM, as measured on an H200.
 _SHEETS = {

@@ -1,4 +1,4 @@
-"""Programs (jaxprs): walked, evaluated in another way, and their cost in matrix products, as if loops were unrolled."""
+"""Programs (jaxprs): walked, evaluated in another way, and their cost, as if loops were unrolled."""
 
 import itertools
 import math
@@ -17,17 +17,43 @@ def array_type(v: core.Var | core.Literal) -> Any:
 
 
 class Cost(NamedTuple):
-    """Cost of a computation."""
+    """What a program computes; of branches, what the most expensive one does."""
 
-    work: float  # number of products; every one of a batch counts
-    depth: float  # length of the longest chain of products in which each needs the one before; a batch counts once
+    flops: float  # of its products
+    numbers: float  # results of its other operations; of a convolution, its products
+    kernels: int  # its products and reductions, with those operations that fuse with them
 
 
-def cost_of(jaxpr: core.Jaxpr, *, unit: float = 1.0, terms: int | None = None) -> Cost:
-    """Return the cost of a program in products of ``unit`` flops; only of those whose entries sum ``terms`` terms, None: all."""
-    program, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    depths = _depths(program, (0.0,) * len(program.invars), terms)
-    return Cost(_work(program, terms) / unit, max(depths, default=0.0))
+def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
+    """Return the cost of a program; with ``terms``, of its products only those whose entries sum so many terms."""
+    flops, numbers, kernels = 0.0, 0.0, 0
+    for equation in jaxpr.eqns:
+        name, results = equation.primitive.name, [math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars]
+        if name == "while":
+            raise ValueError("A loop whose length is data has no cost before it runs; leave tolerances out.")
+        if is_product(equation):
+            flops += _flops(equation, terms)
+            kernels += 2
+        elif programs := called(equation):
+            each = max(cost_of(program, terms) for program in programs)
+            turns = equation.params["length"] if name == "scan" else 1
+            flops += turns * each.flops
+            numbers += turns * each.numbers
+            kernels += each.kernels if turns == 1 else turns * (each.kernels + 1)
+        elif name == "conv_general_dilated":
+            shape, out = array_type(equation.invars[1]).shape, equation.params["dimension_numbers"].rhs_spec[0]
+            numbers += results[0] * math.prod(shape) / shape[out]
+            kernels += 2
+        else:
+            numbers += sum(results)
+            kernels += name.startswith(("reduce", "arg", "cum", "sort"))
+    return Cost(flops, numbers, kernels)
+
+
+def live(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """A program without the operations that no result needs."""
+    program: core.Jaxpr = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+    return program
 
 
 def walk(equations: Sequence[core.JaxprEqn], into: Sequence[str] | None = None) -> Iterator[core.JaxprEqn]:
@@ -62,49 +88,46 @@ def inside(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     return programs
 
 
-def _callee(equation: core.JaxprEqn) -> core.Jaxpr | None:
-    """The program that an equation calls with its own operands; None for a loop, and for the addition of a scatter."""
-    if equation.primitive.name == "while":
-        return None
-    arity = len(equation.invars), len(equation.outvars)
-    return next((p for p in inside(equation) if (len(p.invars), len(p.outvars)) == arity), None)
+def called(equation: core.JaxprEqn) -> list[core.Jaxpr]:
+    """Programs that an equation calls with its operands: the branches of a switch, or one, such as the body of a scan."""
+    name, programs = equation.primitive.name, inside(equation)
+    if name == "while" or name.startswith("reduce"):
+        return []
+    arity = len(equation.invars) - (name == "cond"), len(equation.outvars)
+    programs = [p for p in programs if (len(p.invars), len(p.outvars)) == arity]  # not the addition of a scatter
+    return programs if name == "cond" else programs[:1]
+
+
+Operation = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]  # values of its results, from those of its operands
+
+
+def follow(jaxpr: core.Jaxpr, inputs: Sequence[Any], operation: Operation, otherwise: Any) -> list[Any]:
+    """Propagate values from the inputs of a program to its results; literals and constants have the value ``otherwise``."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(v: core.Var | core.Literal) -> Any:
+        return otherwise if isinstance(v, core.Literal) else known.get(v, otherwise)
+
+    for equation in jaxpr.eqns:
+        known.update(zip(equation.outvars, operation(equation, list(map(of, equation.invars))), strict=True))
+    return list(map(of, jaxpr.outvars))
 
 
 def following(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Flag the results of a program that depend on the flagged inputs."""
-    known: dict[core.Var, bool] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def of(v: core.Var | core.Literal) -> bool:
-        return not isinstance(v, core.Literal) and known.get(v, False)
-
-    for equation in jaxpr.eqns:
-        operands, before, name = list(map(of, equation.invars)), None, equation.primitive.name
+    def operation(equation: core.JaxprEqn, operands: list[bool]) -> list[bool]:
+        name, programs, before = equation.primitive.name, called(equation), None
         results, first = [any(operands)] * len(equation.outvars), int(name == "cond")
-        programs = inside(equation) if first else [p for p in [_callee(equation)] if p is not None]
         consts, carries = scan_parts(equation) if name == "scan" else (0, 0)
         while programs and operands != before:
             before, flags = list(operands), [following(program, operands[first:]) for program in programs]
             results = [any((*operands[:first], *each)) for each in zip(*flags, strict=True)]
             carry = slice(consts, consts + carries)
             operands[carry] = [a or b for a, b in zip(operands[carry], results, strict=False)]
-        known.update(zip(equation.outvars, results, strict=True))
-    return list(map(of, jaxpr.outvars))
+        return results
 
-
-def _work(jaxpr: core.Jaxpr, terms: int | None) -> float:
-    """Flops of the products."""
-    total = 0.0
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if is_product(equation):
-            total += _flops(equation, terms)
-        elif name == "cond":
-            total += max(_work(branch, terms) for branch in inside(equation))
-        elif name == "while":
-            raise ValueError("A loop whose length is data has no cost before it runs; leave tolerances out.")
-        elif (program := _callee(equation)) is not None:
-            total += (equation.params["length"] if name == "scan" else 1) * _work(program, terms)
-    return total
+    return follow(jaxpr, inputs, operation, False)
 
 
 def is_product(equation: core.JaxprEqn) -> bool:
@@ -120,43 +143,39 @@ def _flops(equation: core.JaxprEqn, terms: int | None) -> float:
     return 0.0 if terms not in (None, summed) else 2.0 * math.prod(array_type(equation.outvars[0]).shape) * summed
 
 
-def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], terms: int | None) -> tuple[float, ...]:
+def depth_of(jaxpr: core.Jaxpr, terms: int | None = None) -> float:
+    """Length of the longest chain of products in which each needs the one before; `cost_of` says which count."""
+    return max(_depths(jaxpr, [0.0] * len(jaxpr.invars), terms), default=0.0)
+
+
+def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], terms: int | None) -> list[float]:
     """Depth of each output, given the depths of the inputs."""
-    depth: dict[core.Var, float] = dict(zip(jaxpr.invars, entering, strict=True))
 
-    def of(v: core.Var | core.Literal) -> float:
-        return 0.0 if isinstance(v, core.Literal) else depth.get(v, 0.0)
+    def operation(equation: core.JaxprEqn, operands: list[float]) -> Sequence[float]:
+        if equation.primitive.name == "scan":
+            return _scan_depths(equation, operands, terms)
+        first = int(equation.primitive.name == "cond")
+        if ends := [_depths(program, operands[first:], terms) for program in called(equation)]:
+            return [max((*operands[:first], *each)) for each in zip(*ends, strict=True)]
+        counts = is_product(equation) and _flops(equation, terms) > 0
+        return [max(operands, default=0.0) + counts] * len(equation.outvars)
 
-    for equation in jaxpr.eqns:
-        operands, name = tuple(map(of, equation.invars)), equation.primitive.name
-        program = _callee(equation)
-        if name == "scan":
-            reached = _scan_depths(equation, operands, terms)
-        elif name == "cond":
-            branches = [_depths(branch, operands[1:], terms) for branch in inside(equation)]
-            reached = tuple(max(operands[0], *ends) for ends in zip(*branches, strict=True))
-        elif program is not None and not is_product(equation):
-            reached = _depths(program, operands, terms)
-        else:
-            counts = is_product(equation) and _flops(equation, terms) > 0
-            reached = (max(operands, default=0.0) + counts,) * len(equation.outvars)
-        depth.update(zip(equation.outvars, reached, strict=True))
-    return tuple(map(of, jaxpr.outvars))
+    return follow(jaxpr, entering, operation, 0.0)
 
 
-def _scan_depths(equation: core.JaxprEqn, entering: tuple[float, ...], terms: int | None) -> tuple[float, ...]:
+def _scan_depths(equation: core.JaxprEqn, entering: list[float], terms: int | None) -> Sequence[float]:
     (consts, carries), length, (body,) = scan_parts(equation), equation.params["length"], inside(equation)
     fixed, state, xs = entering[:consts], entering[consts : consts + carries], entering[consts + carries :]
-    history: list[tuple[float, ...]] = []
+    history: list[list[float]] = []
     for turn in range(length):
         reached = _depths(body, (*fixed, *state, *xs), terms)
         state = reached[:carries]
         history.append(reached)
         if len(history) >= 4:  # regular from here on, if three differences agree
-            steps = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(history[-4:])]
+            steps = [[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(history[-4:])]
             if steps[0] == steps[1] == steps[2]:
-                return tuple(r + (length - 1 - turn) * s for r, s in zip(reached, steps[0], strict=True))
-    return history[-1] if history else (*state, *(0.0,) * (len(equation.outvars) - carries))
+                return [r + (length - 1 - turn) * s for r, s in zip(reached, steps[0], strict=True)]
+    return history[-1] if history else [*state, *[0.0] * (len(equation.outvars) - carries)]
 
 
 _OPAQUE = ("callback", "ffi_call", "custom_call", "custom_partitioning", "pallas_call")
@@ -166,29 +185,6 @@ def opaque(jaxpr: core.Jaxpr) -> bool:
     """Whether a program calls code of unknown cost, printing aside."""
     names = {equation.primitive.name for equation in walk(jaxpr.eqns)} - {"debug_callback"}
     return any(part in name for name in names for part in _OPAQUE)
-
-
-def elementwise(jaxpr: core.Jaxpr) -> tuple[float, int]:
-    """Numbers of other operations than products, a convolution's products included; and of kernels, with one more."""
-    numbers, kernels = 0.0, 1
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        turns = equation.params["length"] if name == "scan" else 1
-        within = [elementwise(program) for program in inside(equation)[:1] if not name.startswith("reduce")]
-        if is_product(equation):
-            kernels += 2
-        elif within and name not in ("scatter-add", "scatter_add"):
-            numbers += turns * within[0][0]
-            kernels += turns * (within[0][1] - (turns == 1))
-        elif name == "conv_general_dilated":
-            shape = array_type(equation.invars[1]).shape
-            out = equation.params["dimension_numbers"].rhs_spec[0]
-            numbers += math.prod(array_type(equation.outvars[0]).shape) * math.prod(shape) / shape[out]
-            kernels += 2
-        else:
-            numbers += sum(math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars)
-            kernels += name.startswith(("reduce", "arg", "cum", "sort"))
-    return numbers, kernels
 
 
 def most_alive(jaxpr: core.Jaxpr) -> int:
@@ -212,7 +208,6 @@ def _nbytes(v: core.Var) -> int:
     return size * getattr(getattr(v.aval, "dtype", None), "itemsize", 0)
 
 
-Operation = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]  # its results, from its operands
 CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"}
 
 

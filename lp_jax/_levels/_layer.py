@@ -11,7 +11,7 @@ from jax.extend import core
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import Footprint
 from lp_jax._arrays._outer import with_few_terms
-from lp_jax._arrays._products import inside
+from lp_jax._arrays._products import following, walk
 from lp_jax._arrays._types import Layer, PyTree, Shared, Slices, State, Static, Step, Which
 
 Signature = tuple[tuple[tuple[int, ...], np.dtype], ...]
@@ -77,15 +77,12 @@ class LayerStep:
 def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
     """Whether a derivative rule in a step's program uses a value of its trace, and cannot be evaluated later; or it may."""
 
-    def rules(jaxpr: core.Jaxpr) -> bool:
-        return any(e.primitive.name.startswith("custom_") or any(map(rules, inside(e))) for e in jaxpr.eqns)
-
     def transpose(*arguments: jax.Array) -> PyTree:
         leaves, combine = _tree.partition(list(arguments))
         out, pull = jax.vjp(lambda new: _tree.partition(core.jaxpr_as_fun(program)(*combine(new)))[0], leaves)
         return pull(_tree.zeros_like(out))
 
-    if not rules(program.jaxpr):
+    if not any(equation.primitive.name.startswith("custom_") for equation in walk(program.jaxpr.eqns)):
         return False
     try:
         constants = jax.make_jaxpr(transpose)(*jax.tree.leaves(arguments)).consts
@@ -179,9 +176,5 @@ class Linearised:
 
         jaxpr = jax.make_jaxpr(residuals)(u, x, shared).jaxpr
         states = jaxpr.invars[: len(jax.tree.leaves(u))]
-        following = set(states)
-        for equation in jaxpr.eqns:
-            if any(v in following for v in equation.invars if not isinstance(v, core.Literal)):
-                following.update(equation.outvars)
-        out = [None if isinstance(v, core.Literal) else v for v in jaxpr.outvars]
-        return [i for i, v in enumerate(out) if v in following and v not in states]
+        follows = following(jaxpr, [v in states for v in jaxpr.invars])
+        return [i for i, v in enumerate(jaxpr.outvars) if follows[i] and v not in states]

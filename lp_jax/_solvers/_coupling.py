@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.extend import core
 
-from lp_jax._arrays._products import CALLS, array_type, is_product
+from lp_jax._arrays._products import CALLS, array_type, called, follow, is_product
 from lp_jax._arrays._types import PyTree, State
 
 Linear = Callable[[State], State]
@@ -82,22 +82,15 @@ def _follow(
     ``rule(equation, properties)`` gives the property of an equation's results from those of its operands. Numbers that
     depend on no input have the property None.
     """
-    known: dict[core.Var, Property] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def of(atom: core.Var | core.Literal) -> Property:
-        return None if isinstance(atom, core.Literal) else known.get(atom)
-
-    for equation in jaxpr.eqns:
-        operands = [of(atom) for atom in equation.invars]
-        inner = equation.params.get("jaxpr")
+    def operation(equation: core.JaxprEqn, operands: list[Property]) -> list[Property]:
         if all(x is None for x in operands):
-            results: list[Property] = [None] * len(equation.outvars)
-        elif equation.primitive.name in CALLS and inner is not None:
-            results = _follow(getattr(inner, "jaxpr", inner), operands, rule)
-        else:
-            results = [rule(equation, operands)] * len(equation.outvars)
-        known.update(zip(equation.outvars, results, strict=True))
-    return [of(atom) for atom in jaxpr.outvars]
+            return [None] * len(equation.outvars)
+        if equation.primitive.name in CALLS:
+            return _follow(called(equation)[0], operands, rule)
+        return [rule(equation, operands)] * len(equation.outvars)
+
+    return follow(jaxpr, inputs, operation, None)
 
 
 COUPLED, UNKNOWN = "coupled", "unknown"

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 from jax.typing import DTypeLike
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._products import inside
+from lp_jax._arrays._products import walk
 from lp_jax._arrays._types import PyTree, State
 from lp_jax._solvers._coupling import COUPLED, UNKNOWN, acts_in_place, example_axes
 
@@ -267,11 +266,8 @@ def _linearise(function: StateStep, u: State, *, transposed: bool) -> tuple[Stat
 
 def _only_backward(step: StateStep, u: State) -> bool:
     """Whether a part of the step has only a pullback as derivative (`jax.custom_vjp`)."""
-
-    def there(jaxpr: core.Jaxpr) -> bool:
-        return any(e.primitive.name.startswith("custom_vjp") or any(map(there, inside(e))) for e in jaxpr.eqns)
-
-    return there(jax.make_jaxpr(step)(u).jaxpr)
+    equations = walk(jax.make_jaxpr(step)(u).jaxpr.eqns)
+    return any(equation.primitive.name.startswith("custom_vjp") for equation in equations)
 
 
 _AT_ONCE = 32  # evaluations; all at once would take the memory of a full Jacobian

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays._at_once import ACCELERATOR
-from lp_jax._arrays._products import cost_of
+from lp_jax._arrays._products import cost_of, depth_of, live
 from lp_jax._arrays._types import Arrays, CPoints, Layer, PyTree, State
 from lp_jax._comms._workers import Run, Workers
 from lp_jax._problem import Problem
@@ -52,21 +52,21 @@ def read(solver: Solver, layers: int, *, workers: int, at_once: float, kept: boo
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((layers, _HIDDEN, _STATE), (_STATE,))]
     if adjoint:
-        program = jax.make_jaxpr(backward)(*shapes, jax.eval_shape(forward, *shapes)[1]).jaxpr
+        program = live(jax.make_jaxpr(backward)(*shapes, jax.eval_shape(forward, *shapes)[1]).jaxpr)
     else:
-        program = jax.make_jaxpr(forward)(*shapes).jaxpr
+        program = live(jax.make_jaxpr(forward)(*shapes).jaxpr)
     events: list[Event] = []
     for kind, terms in (("linearise" if adjoint else "forward", _STATE), ("adjoint", _HIDDEN), ("gradient", 1)):
-        work, depth = map(int, cost_of(program, unit=2 * _STATE * _HIDDEN, terms=terms))
-        number = max(depth, math.ceil(work / mine))
+        work = int(cost_of(program, terms).flops / (2 * _STATE * _HIDDEN))
+        number = max(int(depth_of(program, terms)), math.ceil(work / mine))
         if number:  # as even as can be
             size, more = divmod(work, number)
             events += batches("sweep", kind, number - more, size, at_once)
             events += batches("sweep", kind, more, size + 1, at_once)
     if workers == 1:
         return Schedule(events)
-    messages = int(cost_of(program, terms=_MESSAGE).depth)
-    reductions = int(cost_of(program, unit=2 * _REDUCTION, terms=_REDUCTION).work)
+    messages = int(depth_of(program, _MESSAGE))
+    reductions = int(cost_of(program, _REDUCTION).flops / (2 * _REDUCTION))
     each = [event._replace(times=1) for event in events for _ in range(event.times)]
     spread: list[Event] = []
     for number, batch in enumerate(each, 1):  # messages between the batches, as even as can be

@@ -4,17 +4,25 @@ On layers that are one product each (`layer`), a product is an evaluation of a l
 the parameters' gradient.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 import lp_jax
-from lp_jax._arrays._products import Cost, cost_of
+from lp_jax._arrays._products import cost_of, depth_of, live
 from lp_jax._solvers._solver import Solver
+
+
+class Cost(NamedTuple):
+    work: float
+    depth: float
 
 
 def cost(f, *arguments, unit: float = 1.0) -> Cost:
     """The cost of ``f(*arguments)`` in products of ``unit`` flops."""
-    return cost_of(jax.make_jaxpr(f)(*arguments).jaxpr, unit=unit)
+    program = live(jax.make_jaxpr(f)(*arguments).jaxpr)
+    return Cost(cost_of(program).flops / unit, depth_of(program))
 
 
 def training_step(layers: int, solver: Solver, adjoint_solver: Solver | None = None) -> Cost:
