@@ -34,7 +34,7 @@ class Footprint(NamedTuple):
 
 def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footprint:
     """Read a layer's program, traced for one layer's ``operands``; products of at most ``terms`` rows are few."""
-    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(operands))
+    nbytes = _tree.nbytes(operands)
     if not all(isinstance(size, int) for v in program.invars for size in array_type(v).shape):  # of `jax.export`
         return Footprint(0, 0, math.inf, counted=False)
     program = live(program)
@@ -135,7 +135,7 @@ class Processor:
         most = max(1, _MOST // operations)
         if count > _ALL:
             return min(_SOME, most)
-        return next(turns for turns in range(min(count, most), 0, -1) if count % turns == 0)
+        return _tree.divisor(count, most)
 
 
 _BYTES = 4  # per number that an operation other than a product computes: half of them are fused away
@@ -241,7 +241,7 @@ def chunk(n: int, most: int) -> int:
     """Size of chunks of ``n`` entries: ``most``, or somewhat fewer where that makes all chunks equal."""
     if most >= n:
         return n
-    even = max(size for size in range(1, most + 1) if n % size == 0)
+    even = _tree.divisor(n, most)
     return even if 2 * even > most else most
 
 

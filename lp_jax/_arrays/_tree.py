@@ -194,8 +194,8 @@ def _sums(start: jax.Array, x: jax.Array, reverse: bool, factor: jax.Array | Non
     if n <= _GROUP:
         sums = list(itertools.accumulate([start, *(x[::-1] if reverse else x)], then))
         return jnp.stack(sums[-2::-1] if reverse else sums[:-1]), sums[-1]
-    size = next((size for size in range(_GROUP, 1, -1) if n % size == 0), None)
-    if size is None:
+    size = divisor(n, _GROUP)
+    if size == 1:
         before, last = _sums(start, pad_zeros(x, -n % _GROUP), reverse, factor)
         return before[:n], last if factor is None else then(before[n - 1], x[n - 1])
     groups = x.reshape(n // size, size, *rest)
@@ -298,6 +298,11 @@ def real_dtype(tree: PyTree, at_least: DTypeLike | None = None) -> np.dtype:
 def split(tree: PyTree, size: int) -> PyTree:
     """Group the leading axis, whose length ``size`` divides: ``(n, ...) -> (n / size, size, ...)``."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:]), with_fresh_keys(tree))
+
+
+def divisor(n: int, most: int) -> int:
+    """The largest divisor of ``n`` up to ``most``: a size by which `split` groups ``n`` entries."""
+    return next((size for size in range(min(n, most), 0, -1) if n % size == 0), 1)
 
 
 def merge(tree: PyTree) -> PyTree:

@@ -200,7 +200,7 @@ class Workers(abc.ABC):
         if self.size == 1 or self.sequential != "auto":
             return self.size > 1 and self.sequential == "gather"
         one = _tree.nbytes(state)
-        each = _tree.nbytes(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands))
+        each = _tree.nbytes(_tree.entry_like(operands))
         relayed = solves * (self.active - 1) * (_LATENCY + one)
         gathered = total * (each + solves * one) + (solves + 1) * _LATENCY
         return gathered < relayed

@@ -5,11 +5,11 @@ They take C-points, leaves ``(intervals, ...)``. F-points are not stored: each f
 identity. The coarse right-hand side and the correction are those of the full approximation scheme (FAS).
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _tree
@@ -43,14 +43,10 @@ def f_relax(level: Level, u: CPoints) -> Points:
     """
     if level.factor == 1:
         return u
-
-    def points(c: jax.Array, e: jax.Array) -> jax.Array:
-        # the state that enters a step is the one that left the step before
-        parts = [c[:, None], e[:, :-1]] if level.reverse else [e[:, 1:], c[:, None]]
-        return jnp.concatenate(parts, axis=1)
-
     entered = _tree.split(entering(level, level.incoming(u)), level.factor)
-    return level.with_c_points(_tree.merge(jax.tree.map(points, u, entered)), u)
+    # the state that enters a step is the one that left the step before
+    left = jax.vmap(functools.partial(_tree.push, reverse=not level.reverse))(entered, u)
+    return level.with_c_points(_tree.merge(left), u)
 
 
 def c_relax(level: Level, u: CPoints, weight: jax.Array | float = 1.0) -> CPoints:
@@ -109,12 +105,8 @@ def entering(level: Level, incoming: CPoints) -> Points:
     if m == 1:
         return incoming
     last, entered = sweep(level, incoming, advance=_with_incoming(level), count=m - 1)
-
-    def points(f: jax.Array, e: jax.Array) -> jax.Array:
-        parts = [f[:, None], e[:, 1:]] if level.reverse else [e[:, :-1], f[:, None]]
-        return jnp.concatenate(parts, axis=1)
-
-    return _tree.merge(jax.tree.map(points, last, entered))
+    at = 0 if level.reverse else m - 1
+    return _tree.merge(jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, at, 1), entered, last))
 
 
 def _with_incoming(level: Level) -> Advance:

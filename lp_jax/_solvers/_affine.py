@@ -58,8 +58,8 @@ def solve(workers: Workers, maps: Maps, kind: Jacobians, *, reverse: bool) -> ja
 def _group(maps: Maps, kind: Jacobians) -> Maps:
     """Group leaves ``(n, ...)`` as ``(groups, size, ...)``; identities are appended where no size divides n."""
     n = len(maps.vector)
-    size = n if n <= 2 * kind.group else next((size for size in range(kind.group, 1, -1) if n % size == 0), None)
-    if size is None:
+    size = n if n <= 2 * kind.group else _tree.divisor(n, kind.group)
+    if size == 1 < n:
         size = kind.group
         nothing = Maps(kind.identity(maps.matrix.shape[1:], maps.matrix.dtype), _tree.zeros_like(maps.vector[0]))
         nothing = _tree.varying(nothing, maps)

@@ -26,7 +26,7 @@ _GAIN = 0.55  # most of the time of serial propagation that another pair may be 
 _EXACT_GAIN = 0.9  # the same for exact pairs on devices that share no cores, as accelerators do not
 _ITERATIONS, _RELAXATIONS = 10, 16
 _STARTS, _MOVED = 30, 2  # of the kernel: other kernels, and evaluations of all layers that move as many bytes
-_MOST_NUMBERS = 256  # of an example's state, for Jacobians
+MOST_NUMBERS = 256  # of an example's state, for Jacobians
 
 
 class Layers(NamedTuple):
@@ -119,7 +119,7 @@ def _kernel(at: Layers) -> tuple[float, Pair]:
 
 def _newton(at: Layers) -> tuple[float, Pair]:
     """Newton's method on a recurrent network with a small state, on a device that a layer does not fill."""
-    if not (at.recurrent and at.examples and at.numbers <= _MOST_NUMBERS and at.processor.launches and at.workers == 1):
+    if not (at.recurrent and at.examples and at.numbers <= MOST_NUMBERS and at.processor.launches and at.workers == 1):
         return math.inf, SERIAL
     d, p = at.numbers, at.processor
     solver = Newton(iterations=_ITERATIONS, batch_axes=1, rtol=1e-3, fallback=True)

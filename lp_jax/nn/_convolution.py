@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 
-from lp_jax._arrays import _check
+from lp_jax._arrays import _check, _tree
 from lp_jax._comms._comm import default_platform
 
 _CACHE = 2**21  # bytes of patches and products that are computed at once
@@ -72,7 +71,7 @@ def _as_general(x: jax.Array, kernel: jax.Array, *_: object, **__: object) -> ja
 
 @jax.custom_vjp
 def _products(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    groups = _split(x, _images_at_once(x, kernel))
+    groups = _tree.split(x, _images_at_once(x, kernel))
     return lax.map(lambda images: _convolve_few(images, kernel), groups).reshape(*x.shape[:-1], kernel.shape[-1])
 
 
@@ -90,8 +89,8 @@ def _products_bwd(saved: tuple[jax.Array, jax.Array], y_bar: jax.Array) -> tuple
         folded = _product(patches.T, z_bar.reshape(len(patches), -1)).reshape(last, inputs, *outer, outputs)
         return total + jnp.moveaxis(folded, (0, 1), (-3, -2)), _convolve_few(y_bar, mirrored)
 
-    zeros = jnp.zeros(kernel.shape, _sum_dtype(kernel))
-    kernel_bar, x_bar = lax.scan(add, zeros, (_split(x, size), _split(y_bar, size)))
+    zeros = _tree.wide(jnp.zeros_like(kernel))
+    kernel_bar, x_bar = lax.scan(add, zeros, _tree.split((x, y_bar), size))
     return x_bar.reshape(x.shape), kernel_bar.astype(kernel.dtype)
 
 
@@ -103,11 +102,7 @@ def _images_at_once(x: jax.Array, kernel: jax.Array) -> int:
     *outer, last, inputs, outputs = kernel.shape
     numbers = math.prod(x.shape[1:-1]) * (last * inputs + math.prod(outer) * outputs)
     most = max(1, _CACHE // max(1, numbers * x.dtype.itemsize))
-    return max((size for size in range(1, min(most, len(x)) + 1) if len(x) % size == 0), default=1)
-
-
-def _split(images: jax.Array, size: int) -> jax.Array:
-    return images.reshape(len(images) // size, size, *images.shape[1:])
+    return _tree.divisor(len(x), most)
 
 
 def _convolve_few(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -120,12 +115,7 @@ def _convolve_few(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, preferred_element_type=_sum_dtype(a))
-
-
-def _sum_dtype(x: jax.Array) -> DTypeLike:
-    """Return the dtype of sums: at least single precision."""
-    return jnp.float32 if x.dtype.itemsize < 4 else x.dtype
+    return jnp.matmul(a, b, preferred_element_type=_tree.real_dtype(a, at_least=jnp.float32))
 
 
 def _patches(x: jax.Array, taps: int) -> jax.Array:

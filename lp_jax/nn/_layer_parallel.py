@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from lp_jax._arrays import _check
+from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree, State
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
@@ -85,9 +85,8 @@ def expand(rows: jax.Array, coefficients: PyTree, comm: Comm) -> PyTree:
     """Return the parameters of layers, leaves ``(N, ...)``, from their rows of the basis and the coefficients."""
 
     def leaf(c: jax.Array) -> jax.Array:
-        with jax.numpy_dtype_promotion("standard"):
-            wide = jnp.promote_types(c.dtype, jnp.float32)
-        product = jnp.tensordot(rows.astype(wide), c.astype(wide), 1, precision="highest")
+        wide = _tree.wide(c)
+        product = jnp.tensordot(rows.astype(wide.dtype), wide, 1, precision="highest")
         return product.astype(c.dtype)
 
     return comm.spread(jax.tree.map(leaf, coefficients))

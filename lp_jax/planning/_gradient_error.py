@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree
 from lp_jax._levels._result import RESULTS, SERIAL
 from lp_jax._programs._asked import Asked, asked
@@ -21,7 +22,7 @@ from lp_jax.planning._words import code, iteration_name, numbered
 
 def inner_products(g: jax.Array, e: jax.Array) -> jax.Array:
     """Return ``|g - e|^2, |g|^2, |e|^2`` and ``(g, e)`` of two arrays. Those of further arrays, or ranks, are added to them."""
-    g, e = (jnp.asarray(x, x.dtype if x.dtype.itemsize >= 4 else jnp.float32) for x in (g, e))
+    g, e = _tree.wide((g, e))
     return jnp.stack([jnp.sum(jnp.real(jnp.conj(a) * b)) for a, b in ((g - e, g - e), (g, g), (e, e), (g, e))])
 
 

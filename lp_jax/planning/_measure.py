@@ -14,12 +14,11 @@ from lp_jax._arrays._types import PyTree, State
 from lp_jax._comms._comm import default_platform
 from lp_jax._problem import Gradients, Problem
 from lp_jax._programs import _inputs
-from lp_jax._solvers._default import Pair
+from lp_jax._solvers._default import MOST_NUMBERS, Pair
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
 from lp_jax._solvers._sweeps import Picard
 
-_MOST_NUMBERS = 256  # of an example's state, for full Jacobians
 _LEAST = 1e-9  # seconds; lower bound of a difference of times, which noise may make negative
 ITERATIONS = 9  # of the longer runs
 _SAMPLE = 0.02  # seconds that a sample lasts at least
@@ -66,7 +65,7 @@ def compile_fast() -> dict[str, bool | str] | None:
 def small(y0: State) -> bool:
     """Return whether full Jacobians are affordable: examples along the first axis, and few numbers per example."""
     leaves = jax.tree.leaves(y0)
-    return all(x.ndim > 1 for x in leaves) and sum(x.size for x in leaves) // examples_of(y0) <= _MOST_NUMBERS
+    return all(x.ndim > 1 for x in leaves) and sum(x.size for x in leaves) // examples_of(y0) <= MOST_NUMBERS
 
 
 def examples_of(y0: State) -> int:

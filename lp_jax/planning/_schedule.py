@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
+from lp_jax._levels._relax import at_level, per_level
 from lp_jax._solvers._coarse_step import CoarseStep, Identity, Rediscretize
 from lp_jax._solvers._cycle import VISITS
 from lp_jax._solvers._elementwise import Elementwise
@@ -62,8 +63,7 @@ class Stop(NamedTuple):
 
 def relaxations(solver: MGRIT, levels: int) -> tuple[str, ...]:
     """Return the label of the relaxation on every level: "FCF", or the name of a function."""
-    rules = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
-    each = (rules[min(level, len(rules) - 1)] for level in range(levels))
+    each = (at_level(per_level(solver.relaxation), level) for level in range(levels))
     return tuple(getattr(relaxation, "__name__", str(relaxation)) for relaxation in each)
 
 
@@ -232,8 +232,7 @@ def _(solver: Newton, chain: _Chain) -> None:
 @_record.register
 def _(solver: MGRIT, chain: _Chain) -> None:
     grid = solver.grid(chain.layers)
-    rules = solver.relaxation if isinstance(solver.relaxation, tuple) else (solver.relaxation,)
-    if callable(solver.cycle) or any(map(callable, rules[: len(grid)])):
+    if callable(solver.cycle) or any(map(callable, per_level(solver.relaxation)[: len(grid)])):
         raise NotImplementedError
     labels = relaxations(solver, len(grid))
     for cascade, times in ((solver.start == "cascade", 1), (False, solver.iterations - 1)):
