@@ -322,8 +322,17 @@ def test_a_run_leaves_what_it_says(finished):
 def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(viz, "gradient_errors", drawn := mock.Mock(wraps=viz.gradient_errors))
     monkeypatch.setattr(_report, "ITERATIONS", 1)
-    sweeps = ("--solver", "Picard", "--solver.sweeps", "32", "--solver.rtol", "3e-1", "--t1", "1")
-    options = ("--no-compare", *sweeps, *SMALL)
+    options = [
+        "--no-compare",
+        "--solver",
+        "Picard",
+        "--solver.sweeps",
+        "32",
+        "--solver.rtol",
+        "3e-1",
+        "--t1",
+        "1",
+    ] + SMALL
     assert cli("train", "digits", "--out", tmp_path / "run", *options)[0] == 0
     (probe, *_) = rows_of(tmp_path / "run", "probe")
     taken = sum(f"forward_residual_{n}" in probe for n in range(1, 33))
@@ -347,15 +356,12 @@ def test_a_controller_moves_tolerances_and_a_resumed_run_goes_on_with_them(cli, 
     assert all(row["error"] < row["allowed"] for row in decided)
 
 
-METHODS = {
-    "one-shot": ["--epochs", "4"],
-    "nested": ["--epochs", "2", "--serial", "--devices", "2", "--depths", "[4, 8]"],
-}
+METHODS = {"one-shot": "--epochs 4", "nested": "--epochs 2 --serial --devices 2 --depths [4,8]"}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, unmeasured, tmp_path, method):
-    given = ["train", "digits", "--out", tmp_path, "--method", method, *SMALL, *METHODS[method]]
+    given = ["train", "digits", "--out", tmp_path, "--method", method, *SMALL, *METHODS[method].split()]
     code, out, _ = cli(*given, "--no-compare", "--no-pictures", "--checkpoint-every", "3")
     assert code == 0 and method in out
     found = json.loads((tmp_path / "summary.json").read_text())["results"]
@@ -480,10 +486,7 @@ EVIL = {
     "a solver as text": ("solver", '{"class_path": "evil.X"}'),
     "a key with a dot": ("solver.class_path", "evil.X"),
     "a coarse step": ("solver", {"class_path": "lp_jax.MGRIT", "init_args": {"coarse_step": "builtins.exec"}}),
-    "a function of parameters": (
-        "adjoint_solver",
-        {"class_path": "lp_jax.Newton", "init_args": {"jacobian_of": "evil.f"}},
-    ),
+    "a function": ("adjoint_solver", {"class_path": "lp_jax.Newton", "init_args": {"jacobian_of": "evil.f"}}),
     "another option": ("layers", {"class_path": "evil.X"}),
     "what a module of lp_jax imports": ("solver", {"class_path": "lp_jax.cli._launch.os.system"}),
     "a function of lp_jax": ("solver", {"class_path": "lp_jax.scan"}),

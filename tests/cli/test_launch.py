@@ -187,9 +187,7 @@ def test_a_run_moves_from_engine_to_engine(tmp_path, train, capsys):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_takes_the_job_with_it_and_a_one_shot_run_goes_on_to_the_same_numbers(
-    tmp_path, train, capsys
-):
+def test_a_rank_that_is_killed_ends_the_job_and_a_one_shot_run_goes_on_to_the_same_numbers(tmp_path, train, capsys):
     """The checkpoint holds where each rank's solves ended. Killed when the run has gone past it, those steps come again."""
     folder = tmp_path / "run"
     checkpoints = folder / "checkpoints"

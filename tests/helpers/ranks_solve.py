@@ -216,21 +216,17 @@ def depths(_=None):
     """Nested iteration and MG/Opt have the losses and parameters of one device; an interrupted run goes on with them."""
     import optax
     from flax import nnx
+    from networks import dense_classifier
 
     from lp_jax import nn, train
     from lp_jax.nn._refine import staying
     from lp_jax.train import contrib
 
     placing, solver = lp_jax.MGRIT(coarsening=2), lp_jax.Serial()
-    rng, real = np.random.default_rng(0), {"param_dtype": jnp.float64}
-    batch = jnp.asarray(rng.normal(size=(9, 3))), jnp.arange(9) % 2
+    batch = jnp.asarray(np.random.default_rng(0).normal(size=(9, 3))), jnp.arange(9) % 2
 
     def network(layers, comm):
-        rngs = nnx.Rngs(0)
-        make = functools.partial(nn.DenseResidual, 4, **real)
-        trunk = nn.LayerParallel(lambda rngs: make(rngs=rngs), layers, solver=placing, comm=comm, rngs=rngs)
-        opening, closing = nn.DenseOpening((3,), 4, rngs=rngs, **real), nn.DenseClosing((4,), 2, rngs=rngs, **real)
-        return nn.Classifier(opening, trunk, closing)
+        return dense_classifier(layers, solver=placing, comm=comm)
 
     def nested(comm, batches, **options):
         schedule = [train.Depth(n, 2, solver) for n in (8, 16)]

@@ -349,13 +349,11 @@ def test_solvers_left_out_for_lack_of_time_are_counted():
 
 
 def test_solvers_of_the_user_are_probed_first_and_a_compiled_program_runs_to_its_end(clock):
-    asked = []
-
-    def probe(solver, adjoint_solver):
-        asked.append(solver)
+    def errors(solver):
         clock[0] += 0.2
-        return probed(0.5 if len(asked) < 4 else 1e-3)
+        return 0.5 if len(asked) < 4 else 1e-3
 
+    probe, asked = probe_with(errors)
     own = lp_jax.Picard(sweeps=3)
     found = planning.choose(1024, UNFILLED, probe=probe, seconds=0.3, solvers=[own])
     assert asked[0] == own and len(asked) == 4  # time is over after two; the fourth is exact enough

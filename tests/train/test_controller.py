@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from products import layer
 
 import lp_jax
 from lp_jax import train
@@ -19,8 +20,7 @@ SOLVER = lp_jax.Picard(sweeps=LAYERS, rtol=1e-2)
 
 def loss_fn(params, batch, solver, adjoint_solver):
     x, target, *_ = batch
-    step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
-    solution = lp_jax.solve(step, params, x, t1=4.0, solver=solver, adjoint_solver=adjoint_solver)
+    solution = lp_jax.solve(layer, params, x, t1=4.0, solver=solver, adjoint_solver=adjoint_solver)
     info = train.Info(jnp.int32(len(x)), solution.stats, solution.result)
     return jnp.mean((solution.y1 - target) ** 2), info
 

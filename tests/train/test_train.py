@@ -439,9 +439,8 @@ def test_a_step_that_is_not_finite_stops_the_run(state, tmp_path):
             yield (x, y * np.nan) if (epoch, i) == (1, 1) else (x, y)
 
     with checkpoints(tmp_path / "c") as saved:
-        with pytest.raises(
-            train.DivergenceError, match=r"5: 5 of the 5 numbers in batch\[1\] are not finite"
-        ) as caught:
+        words = r"5: 5 of the 5 numbers in batch\[1\] are not finite"
+        with pytest.raises(train.DivergenceError, match=words) as caught:
             run(state, 2, batches=poisoned, log=train.Log(tmp_path / "m.jsonl"), checkpoints=saved, checkpoint_every=2)
         said = str(caught.value)
         assert "last checkpoint is that of step 4" in said and "\n" not in said and "learning rate" not in said
