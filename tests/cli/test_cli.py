@@ -142,9 +142,8 @@ def test_a_solver_of_the_user_is_named_by_its_module(cli, tmp_path, monkeypatch)
 
 
 def test_another_class_of_solver_inherits_nothing_from_a_stored_one():
-    _, stored = options(
-        *["--solver", "MGRIT", "--solver.storage", "all", "--adjoint_iterations", "1", "--devices", "2"]
-    )
+    args = ["--solver", "MGRIT", "--solver.storage", "all", "--adjoint_iterations", "1", "--devices", "2"]
+    _, stored = options(*args)
     args = ["--solver", "Picard", "--layers", "8"]
     kept = _options.overridden(stored, _options.first_look(args, "lp-jax train digits"), ())
     given, _ = options(*args, stored=kept)
@@ -322,18 +321,8 @@ def test_a_run_leaves_what_it_says(finished):
 def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(viz, "gradient_errors", drawn := mock.Mock(wraps=viz.gradient_errors))
     monkeypatch.setattr(_report, "ITERATIONS", 1)
-    options = [
-        "--no-compare",
-        "--solver",
-        "Picard",
-        "--solver.sweeps",
-        "32",
-        "--solver.rtol",
-        "3e-1",
-        "--t1",
-        "1",
-    ] + SMALL
-    assert cli("train", "digits", "--out", tmp_path / "run", *options)[0] == 0
+    options = ("--solver", "Picard", "--solver.sweeps", "32", "--solver.rtol", "3e-1", "--t1", "1", *SMALL)
+    assert cli("train", "digits", "--out", tmp_path / "run", "--no-compare", *options)[0] == 0
     (probe, *_) = rows_of(tmp_path / "run", "probe")
     taken = sum(f"forward_residual_{n}" in probe for n in range(1, 33))
     assert 1 < taken < 8
