@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._types import CPoints, Points, Scalar, State
+from lp_jax._arrays._types import CPoints, PyTree, Scalar
 from lp_jax._levels._level import Level, sum_of_squares
 
 
@@ -59,10 +59,10 @@ def changed_unseen(level: Level, before: CPoints, after: CPoints) -> jax.Array:
     return sum(jax.tree.leaves(jax.tree.map(leaf, before, after)), jnp.int32(0))[None]
 
 
-def measure_corrections(level: Level, before: tuple[Points, State], after: tuple[Points, State]) -> jax.Array:
+def measure_corrections(level: Level, before: tuple[PyTree, ...], after: tuple[PyTree, ...]) -> jax.Array:
     """Squares by leaves of the state, ``(leaves, 4)``: of the change of all states, of these, of the last one's change, of that.
 
-    ``before`` and ``after`` hold the states, and the one that leaves this worker.
+    ``before`` and ``after`` hold the states, then the one that leaves this worker.
     """
     ends = level.workers.index() == level.workers.first(not level.reverse)
 
@@ -72,7 +72,7 @@ def measure_corrections(level: Level, before: tuple[Points, State], after: tuple
         last = [jnp.where(ends, x, 0) for x in parts[2:]]
         return jnp.stack([jnp.where(vanished, jnp.inf, parts[0]), parts[1], *last])
 
-    (old, old_last), (new, new_last) = before, after
+    (old, old_last, *_), (new, new_last, *_) = before, after
     return jnp.stack(jax.tree.leaves(jax.tree.map(leaf, old, new, old_last, new_last)))
 
 

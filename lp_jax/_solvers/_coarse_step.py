@@ -131,14 +131,11 @@ class Rediscretize(CoarseStep):
     """
 
     params: str | Callable[[PyTree], PyTree] = "inject"
+    stretches_dt = True
 
     def __post_init__(self) -> None:
         if not callable(self.params):
             _check.one_of("params", self.params, ("inject", "mean"), otherwise="or a function")
-
-    @property
-    def stretches_dt(self) -> bool:
-        return True
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         slices, weights = chain.slices, None

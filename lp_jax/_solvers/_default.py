@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from lp_jax._arrays._at_once import OF_NEWTON, Footprint, Processor
 from lp_jax._solvers._coarse_step import Identity
@@ -17,7 +17,7 @@ Pair = tuple[Solver, Solver]
 """A forward and an adjoint solver."""
 
 SERIAL: Pair = Serial(), Serial()
-SWEEPS: Pair = Picard(sweeps=32, rtol=1e-3, fallback=True), Picard(sweeps=32, rtol=1e-2, fallback=True)
+SWEEPS = Picard(sweeps=32, rtol=1e-3, fallback=True), Picard(sweeps=32, rtol=1e-2, fallback=True)
 """Sweeps to a tolerance, and serial propagation where they do not meet it: gradient errors below 1e-2."""
 
 _TYPICAL = 5, 3  # sweeps to these tolerances on networks near an ODE, forward and adjoint
@@ -86,11 +86,8 @@ def _sweeps(at: Layers) -> tuple[float, Pair]:
     shares = [budget * sweeps // sum(typical) for sweeps in typical]
     if any(share < sweeps for share, sweeps in zip(shares, typical, strict=True)):
         return math.inf, SERIAL
-    pair = tuple(
-        dataclasses.replace(s, sweeps=min(s.sweeps, n))
-        for s, n in zip(cast(tuple[Picard, Picard], SWEEPS), shares, strict=True)
-    )
-    return one * (sum(typical) + _LAST), cast(Pair, pair)
+    forward, backward = (dataclasses.replace(s, sweeps=min(s.sweeps, n)) for s, n in zip(SWEEPS, shares, strict=True))
+    return one * (sum(typical) + _LAST), (forward, backward)
 
 
 def _intervals(at: Layers) -> tuple[float, Pair]:

@@ -282,9 +282,7 @@ class Elementwise(Solver):
     On other devices it is a scan. Long chains are cut into intervals, which Newton's method joins to rounding.
     """
 
-    @property
-    def iterations(self) -> int:
-        return 0
+    iterations = 0
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         if chain.workers.size > 1 or chain.padded or jax.sharding.get_abstract_mesh().manual_axes:

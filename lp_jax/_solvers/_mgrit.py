@@ -139,10 +139,6 @@ class MGRIT(Solver):
     def stretches_dt(self) -> bool:
         return self.levels > 1 and cast(CoarseStep, self.coarse_step).stretches_dt
 
-    @property
-    def keeps_states(self) -> bool:
-        return self.storage == "all"
-
     def stride(self, steps: int) -> int:
         return self.grid(steps)[0][1]
 

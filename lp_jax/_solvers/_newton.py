@@ -175,10 +175,6 @@ class Newton(Solver):
         _check.at_once(self.at_once)
         _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
 
-    @property
-    def keeps_states(self) -> bool:
-        return self.storage == "all"
-
     def for_adjoint(self) -> Solver:
         if self.jacobian != "full" or self.damping is not None or self.jacobian_of is not None:
             return self

@@ -35,18 +35,12 @@ class Serial(Solver):
     """
 
     checkpoint_every: int | None = None
+    iterations = 0
+    exact = True
 
     def __post_init__(self) -> None:
         if self.checkpoint_every is not None:
             _check.integer("checkpoint_every", self.checkpoint_every, least=1)
-
-    @property
-    def iterations(self) -> int:
-        return 0
-
-    @property
-    def exact(self) -> bool:
-        return True
 
     @property
     def keeps_states(self) -> bool:

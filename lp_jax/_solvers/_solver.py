@@ -87,13 +87,17 @@ class Solver(CoarseStep):
             when the last change of the states is at most this times their size; None: no such test.
         atol: stop when the residual norm is at most this; None: no such test.
         fallback: whether the layers are propagated serially where the tolerance is not met.
+        storage: "all" if the forward solve keeps all arrays that the adjoint needs.
         at_once: number of layers that a worker evaluates at once, or "auto".
+        exact: whether the states are those of serial propagation, for all settings.
     """
 
     rtol: float | jax.Array | None = None
     atol: float | jax.Array | None = None
     fallback: bool = False
+    storage: str = "states"
     at_once: int | float | str = "auto"
+    exact: bool = False
 
     @property
     @abc.abstractmethod
@@ -145,14 +149,9 @@ class Solver(CoarseStep):
         return self
 
     @property
-    def exact(self) -> bool:
-        """Whether the states are those of serial propagation, for all settings."""
-        return False
-
-    @property
     def keeps_states(self) -> bool:
         """Whether the forward solve leaves all states to the adjoint, or only one per interval."""
-        return False
+        return self.storage == "all"
 
     @property
     def has_tolerance(self) -> bool:

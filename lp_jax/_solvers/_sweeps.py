@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ class Swept(NamedTuple):
 
     entering: Points  # the layers, ``(n, ...)``
     last: State  # that leaves this worker's last layer
+    change: Points | None = None  # of ``entering`` in the sweep before, for `Secant`
+    slope: Scalar | None = None  # of that sweep, for `Secant`
 
     def points(self, level: Level) -> Points:
         """The states that leave the layers."""
@@ -64,11 +66,7 @@ class Sweeps(Solver):
     def iterations(self) -> int:
         return self.sweeps
 
-    @property
-    def keeps_states(self) -> bool:
-        return self.storage == "all"
-
-    def improve(self, levels: Sequence[Level], state: Any) -> tuple[Any, Scalar]:
+    def improve(self, levels: Sequence[Level], state: Swept) -> tuple[Swept, Scalar]:
         level = levels[0]
         if chunk(level.steps, level.at_once) < level.steps:
             return _by_chunks(level, state)
@@ -77,7 +75,7 @@ class Sweeps(Solver):
         swept = Swept(*level.workers.prefix_sums(increments, level.y0, reverse=level.reverse))
         return swept, sum_of_squares(level, _tree.sub(stepped, state.points(level)))
 
-    def c_points(self, levels: Sequence[Level], state: Any) -> CPoints:
+    def c_points(self, levels: Sequence[Level], state: Swept) -> CPoints:
         return state.points(levels[0])
 
     def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
@@ -201,9 +199,15 @@ class Windowed(Sweeps):
         ) -> tuple[State, tuple[State, tuple[Points, Scalar | None]]]:
             inside, first = level.window(*operands, u), None
             at = begin(inside, None)
-            for _ in range(spent):
+
+            def again(_: int, at: Swept) -> Swept:
+                return self.improve((inside,), at)[0]
+
+            if spent:
                 at, squares = self.improve((inside,), at)
-                first = squares if first is None and self.has_tolerance else first
+                first = squares if self.has_tolerance else None
+                unroll = spent <= _UNROLLED or level.workers.processor.loop_unroll(spent - 1, again, 0, at)
+                at = lax.fori_loop(1, spent, again, at, unroll=unroll)
             return at.last, (at.last, (at.points(inside), first))
 
         def run(y0: State, _: PyTree = None, /) -> tuple[CPoints, tuple[Points, Scalar | None]]:
@@ -216,12 +220,7 @@ class Windowed(Sweeps):
         )
 
 
-class Learned(NamedTuple):
-    """State of the secant sweeps: of plain ones, the last change of the states that enter the layers, and the last slope."""
-
-    swept: Swept
-    change: Points
-    slope: Scalar
+_UNROLLED = 5  # most sweeps over a window that are not a loop
 
 
 @register("rtol", "atol")
@@ -254,26 +253,23 @@ class Secant(Sweeps):
     """
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
-        level, swept = levels[0], begin(levels[0], guess)
+        swept = begin(levels[0], guess)
         slope = _tree.varying(jnp.zeros((), _tree.real_dtype(swept.last, at_least=jnp.float32)), swept)
+        swept = swept._replace(change=_tree.zeros_like(swept.entering), slope=slope)
+        return Start(swept, corrections=functools.partial(measure_corrections, levels[0]))
 
-        def corrections(before: Learned, after: Learned) -> jax.Array:
-            return measure_corrections(level, before.swept, after.swept)
-
-        return Start(Learned(swept, _tree.zeros_like(swept.entering), slope), corrections=corrections)
-
-    def improve(self, levels: Sequence[Level], state: Learned) -> tuple[Learned, Scalar]:
-        level, u, workers = levels[0], state.swept, levels[0].workers
-        stepped, _ = sweep(level, u.entering)
-        residuals = _tree.sub(stepped, u.points(level))
+    def improve(self, levels: Sequence[Level], state: Swept) -> tuple[Swept, Scalar]:
+        level, workers, (u, _, change, slope) = levels[0], levels[0].workers, state
+        stepped, _ = sweep(level, u)
+        residuals = _tree.sub(stepped, state.points(level))
         # Phi(u) - Phi(u - d) is (1 + slope) d plus the residuals
-        along, squared = workers.sum((_tree.inner(residuals, state.change), _tree.inner(state.change, state.change)))
-        slope = jnp.clip(state.slope + along / jnp.where(squared > 0, squared, 1), -1, 0)
+        along, squared = workers.sum((_tree.inner(residuals, change), _tree.inner(change, change)))
+        slope = jnp.clip(slope + along / jnp.where(squared > 0, squared, 1), -1, 0)
         slope = jnp.where(jnp.isfinite(slope), slope, 0)
         factor = 1 + slope
-        increments = jax.tree.map(lambda f, y: f - factor.astype(f.dtype) * y, stepped, u.entering)
+        increments = jax.tree.map(lambda f, y: f - factor.astype(f.dtype) * y, stepped, u)
         entering, last = workers.prefix_sums(increments, level.y0, reverse=level.reverse, factor=factor)
-        change, n = _tree.sub(entering, u.entering), level.steps
+        change, n = _tree.sub(entering, u), level.steps
         if workers.padded and not level.reverse and n:
             # all slots beyond the last layer get the state that leaves it, with no change
             end = jnp.asarray(jnp.clip(workers.total(level.span) - workers.start(level.span), 0, n), jnp.int32)
@@ -281,10 +277,7 @@ class Secant(Sweeps):
             last = jax.tree.map(lambda x, y: jnp.where(end < n, x[jnp.minimum(end, n - 1)], y), entering, last)
             entering = jax.tree.map(lambda x: x[jnp.minimum(number, end)], entering)
             change = _tree.where_rows(number < end, change)
-        return Learned(Swept(entering, last), change, slope), sum_of_squares(level, residuals)
-
-    def c_points(self, levels: Sequence[Level], state: Learned) -> CPoints:
-        return state.swept.points(levels[0])
+        return Swept(entering, last, change, slope), sum_of_squares(level, residuals)
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         raise ValueError(

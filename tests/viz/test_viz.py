@@ -282,7 +282,7 @@ def test_a_timeline_is_as_long_as_what_is_counted(workers, at_once):
     others = [lp_jax.MGRIT(levels=3, relaxation="FCF"), lp_jax.MGRIT(coarsest=lp_jax.Picard(sweeps=2)), Relaxation()]
     windows = lp_jax.Windowed(sweeps=2, windows=4, storage="states")
     for solver in (lp_jax.Serial(), lp_jax.Picard(sweeps=3), windows, lp_jax.Newton(relaxations=3), *others):
-        solver = dataclasses.replace(solver, at_once=at_once) if hasattr(solver, "storage") else solver
+        solver = dataclasses.replace(solver, at_once=at_once) if "at_once" in vars(solver) else solver
         pair = solver, solver.for_adjoint()
         for line, adjoint in zip(timelines(pair, 64, workers), (False, True), strict=True):
             options = {"workers": workers, "at_once": 1, "kept": solver.keeps_states, "adjoint": adjoint}
