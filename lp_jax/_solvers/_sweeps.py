@@ -206,6 +206,7 @@ class Windowed(Sweeps):
             if spent:
                 at, squares = self.improve((inside,), at)
                 first = squares if self.has_tolerance else None
+            if spent > 1:
                 unroll = spent <= _UNROLLED or level.workers.processor.loop_unroll(spent - 1, again, 0, at)
                 at = lax.fori_loop(1, spent, again, at, unroll=unroll)
             return at.last, (at.last, (at.points(inside), first))
