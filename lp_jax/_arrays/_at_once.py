@@ -123,9 +123,8 @@ class Processor:
         return _SOME if fits and layer.flops >= _UNROLL_FLOPS else 1
 
     def multiplies(self, flops: float) -> bool:
-        """Whether to solve a chain of linear maps by products of maps, of ``flops`` each, and not map after map."""
-        known = isinstance(flops, int | float)  # a symbolic number is not
-        return self.launches or (known and flops <= self.chain_flops)
+        """Whether to solve a chain of linear maps by products of maps, of ``flops`` each if known, and not map after map."""
+        return self.launches or (isinstance(flops, int | float) and flops <= self.chain_flops)
 
     def loop_unroll(self, count: int, body: Callable[..., PyTree], *arguments: PyTree) -> int:
         """Number of a loop's ``count`` turns to unroll; fewer where turns are large and take long to compile."""

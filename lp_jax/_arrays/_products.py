@@ -52,8 +52,7 @@ def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
 
 def live(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """A program without the operations that no result needs."""
-    program: core.Jaxpr = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
-    return program
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
 def walk(equations: Sequence[core.JaxprEqn], into: Sequence[str] | None = None) -> Iterator[core.JaxprEqn]:

@@ -205,16 +205,13 @@ _replicate.defvjp(lambda tree, comm: (tree, None), lambda comm, _, cotangent: (c
 def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
     """Return the tree; the program fails where the bits of its numbers differ between ranks."""
 
-    def numbers(x: jax.Array) -> jax.Array:
-        return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
     def same_bits(most: np.ndarray, least: np.ndarray) -> np.ndarray:
         if np.any(np.asarray(most) != np.asarray(least)):
             raise ValueError("comm=MPIComm(check=True): y0 or shared have other numbers on one rank than on another.")
         return np.asarray(True)
 
     leaves, structure = jax.tree.flatten(tree)
-    words = [lax.stop_gradient(numbers(x))[None].view(jnp.uint8).astype(jnp.uint32).reshape(-1) for x in leaves]
+    words = [_wire.encode(lax.stop_gradient(x), 0).astype(jnp.uint32) for x in leaves]
     sums = [jnp.sum(w * (1 + jnp.arange(w.size, dtype=jnp.uint32) % 65_521), dtype=jnp.uint32) for w in words]
     if not sums:
         return tree

@@ -32,7 +32,7 @@ def _never(tree: PyTree) -> jax.Array:
     words = [x for x in jax.tree.leaves(tree) if x.size]
     if not words:
         return jnp.asarray(False)
-    bits = _encode(words[0].reshape(-1)[:1], 0)[0].astype(jnp.uint32)
+    bits = encode(words[0].reshape(-1)[:1], 0)[0].astype(jnp.uint32)
     return bits * bits % 4 == 2
 
 
@@ -64,7 +64,7 @@ def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, listed: b
     if len(dtypes) == 1 and str(leaves[0].dtype) in _KNOWN:
         encoded = [x.reshape(*x.shape[:lead], math.prod(x.shape[lead:])) for x in leaves]
     else:  # several dtypes, or one that MPI does not know
-        encoded = [_encode(x, lead) for x in leaves]
+        encoded = [encode(x, lead) for x in leaves]
     pairs = zip(_joined(encoded, f), leaves, strict=True)
     return jax.tree.unflatten(structure, [_decode(part, x, lead) for part, x in pairs])
 
@@ -72,7 +72,7 @@ def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, listed: b
 _KNOWN = ("float32", "float64", "complex64", "complex128", "int32", "int64", "uint32", "uint64")
 
 
-def _encode(x: jax.Array, lead: int) -> jax.Array:
+def encode(x: jax.Array, lead: int) -> jax.Array:
     """The bytes of an array, with all axes but the first ``lead`` as one."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
@@ -85,7 +85,7 @@ def _encode(x: jax.Array, lead: int) -> jax.Array:
 
 
 def _decode(x: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, lead: int) -> jax.Array:
-    """Undo `_encode`, if it was applied; ``x`` may have more rows than ``like``."""
+    """Undo `encode`, if it was applied; ``x`` may have more rows than ``like``."""
     shape = (*x.shape[:lead], *like.shape[lead:])
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         words = _decode(x, jax.eval_shape(jax.random.key_data, like), lead)

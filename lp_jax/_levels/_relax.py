@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _tree
@@ -101,12 +102,15 @@ def at_level(settings: tuple[T, ...], level: int) -> T:
 
 def entering(level: Level, incoming: CPoints) -> Points:
     """F-relaxation: the states that enter every step, leaves ``(steps, ...)``, given those that enter the intervals."""
-    m = level.factor
-    if m == 1:
+    if level.factor == 1:
         return incoming
-    last, entered = sweep(level, incoming, advance=_with_incoming(level), count=m - 1)
-    at = 0 if level.reverse else m - 1
-    return _tree.merge(jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, at, 1), entered, last))
+    last, entered = sweep(level, incoming, advance=_with_incoming(level), count=level.factor - 1)
+
+    def points(f: jax.Array, e: jax.Array) -> jax.Array:
+        parts = [f[:, None], e[:, 1:]] if level.reverse else [e[:, :-1], f[:, None]]
+        return jnp.concatenate(parts, axis=1)
+
+    return _tree.merge(jax.tree.map(points, last, entered))
 
 
 def _with_incoming(level: Level) -> Advance:
