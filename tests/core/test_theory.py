@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import INJECT, assert_serial, dense_params, dense_state, dense_step
+from problems import (
+    INJECT,
+    assert_serial,
+    dense_params,
+    dense_state,
+    dense_step,
+    relative_error,
+    serial_loss_and_gradient,
+)
 
 import lp_jax
 from lp_jax._arrays import _tree
@@ -37,6 +45,35 @@ def test_finite_termination(relaxation, exact_per_cycle):
         error = np.abs(np.asarray(u) - exact).max(axis=(1, 2))
         assert error[:done].max() < 1e-12
         assert done == n // m or error[done:].min() > 1e-9
+
+
+@pytest.mark.parametrize(
+    "adjoint, enough",
+    [
+        (lambda k: lp_jax.Picard(sweeps=k), 12),
+        (lambda k: lp_jax.MGRIT(coarsening=3, relaxation="F", coarse_step=INJECT, start="guess", iterations=k), 3),
+    ],
+    ids=["sweeps", "cycles"],
+)
+def test_finite_termination_of_the_adjoint_with_sources(adjoint, enough):
+    """Of 12 layers 12 sweeps; of 4 intervals 3 cycles, as the loss gives the cotangent that enters the last one."""
+    arguments, t1 = (dense_params(12, 4, scale=2.0), dense_state(2, 4)), 8.0
+
+    def step(y, layer):
+        return dense_step(y, layer), jnp.sin(y)
+
+    def loss(y1, aux):
+        return jnp.sum(y1**3) + jnp.sum(aux**2)
+
+    def value(params, y0, solver):
+        solvers = {"solver": lp_jax.Serial(), "adjoint_solver": solver}
+        solution = lp_jax.solve(step, params, y0, t1=t1, has_aux=True, **solvers)
+        return loss(solution.y1, solution.aux)
+
+    gradient = jax.jit(jax.grad(value, argnums=(0, 1)), static_argnums=2)
+    _, (*exact, _) = serial_loss_and_gradient(step, *arguments, loss, t1=t1, has_aux=True)
+    few, all_of_them = (relative_error(gradient(*arguments, adjoint(k)), exact) for k in (enough - 1, enough))
+    assert all_of_them < 1e-14 and few > 1e-11
 
 
 @pytest.mark.parametrize(
