@@ -133,8 +133,7 @@ def without_masks(gradients):
 
 
 @pytest.mark.parametrize(
-    ("name", "t1", "solver"),
-    [("encoder", 3.0, BATCHED), ("decoder", 1.0, SWEEPS), ("encoder-decoder", LAYERS, SWEEPS)],
+    ("name", "t1", "solver"), [("encoder", 3.0, BATCHED), ("decoder", 1.0, SWEEPS), ("encoder-decoder", LAYERS, SWEEPS)]
 )
 def test_layer_parallel_is_the_plain_network(name, t1, solver):
     make, y, shared, layer = NETWORKS[name]

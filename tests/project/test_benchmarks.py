@@ -8,19 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import (
-    at_once,
-    dense,
-    gpu,
-    harness,
-    memory,
-    model,
-    networks,
-    profile,
-    ranks,
-    single,
-    training,
-)
+from benchmarks import at_once, dense, gpu, harness, memory, model, networks, profile, ranks, single, training
 from benchmarks.command import run
 from benchmarks.harness import Clock, Contender, measure, order, relative_error, spread, summary
 from lp_jax import cli

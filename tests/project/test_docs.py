@@ -34,10 +34,7 @@ VALUE = re.compile(r"True|False|None|[-+\d\[('\"]")  # how a comment begins that
 # test_extending.py and test_data*.py run these, which need files or look at what the examples define.
 ELSEWHERE = {"docs/extending.md", "docs/data.md"}
 # conftest.py has made the devices; probes of the planner shall not take their ten seconds.
-CHANGES = {
-    'jax.config.update("jax_num_cpu_devices", 4)': "",
-    "machine=gpu": "machine=gpu, seconds=0.1",
-}
+CHANGES = {'jax.config.update("jax_num_cpu_devices", 4)': "", "machine=gpu": "machine=gpu, seconds=0.1"}
 # jax 0.12 keeps one array of a tanh for the adjoint where 0.10 keeps two; docs/planning.md says so.
 MEGABYTES = {} if jax.__version__.startswith("0.10.") else {"  21.1  ": "  19  ", "  14.8  ": "  12.7  "}
 

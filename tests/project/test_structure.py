@@ -208,11 +208,7 @@ def test_values_reach_other_workers_in_one_place():
 
     What says that numbers vary within a user's ``shard_map`` sends nothing itself; its transpose is one sum.
     """
-    allowed = {
-        "lp_jax._comms._mesh",
-        "lp_jax._comms._mpi",
-        "lp_jax.cli._workers",
-    }
+    allowed = {"lp_jax._comms._mesh", "lp_jax._comms._mpi", "lp_jax.cli._workers"}
     found = [
         f"{name}, line {node.lineno}: {called(node)}"
         for name, node in nodes((ast.Attribute, ast.Name))
