@@ -3,6 +3,7 @@
 Warnings are errors; pyproject.toml says so.
 """
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
@@ -85,6 +86,27 @@ def standard_promotion() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def free_promotion() -> Iterator[None]:
+    """JAX's own rules for ranks and dtypes, which other libraries count on; numbers are in double precision."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@contextlib.contextmanager
+def jax_defaults() -> Iterator[None]:
+    """JAX's settings as users have them: single precision, too."""
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def as_users_run_it() -> Iterator[None]:
+    """`jax_defaults`, for a whole test."""
+    with jax_defaults():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def users_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run the examples in docstrings under JAX's own defaults."""
@@ -93,7 +115,7 @@ def users_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     if any(name in request.node.dtest.docstring for name in ("MPIComm()", "Ranks.grid()")):
         pytest.skip("starts MPI; test_mpi.py runs it in MPI jobs")
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with jax_defaults():
         yield
 
 

@@ -3,11 +3,11 @@
 import json
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launch import output
 
 import lp_jax
 
@@ -32,11 +32,7 @@ print(json.dumps([faults() for _ in range(5)]))
 
 def faults(how, **variables):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | variables
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how, HEAP], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
+    return json.loads(output(sys.executable, "-c", PROGRAM, how, HEAP, env=environment))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap of another C library")

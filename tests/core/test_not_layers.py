@@ -15,13 +15,7 @@ from benchmarks import scan_problems, scans
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.usefixtures("standard_promotion", "free_ranks")
-
-
-@pytest.fixture
-def free_ranks():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("free_promotion")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -3,7 +3,6 @@
 import json
 import re
 
-import jax
 import numpy as np
 import pytest
 from command import run
@@ -15,11 +14,7 @@ from lp_jax import data
 from lp_jax.cli._menu import PROBLEMS as HELP
 from lp_jax.cli._problems import PROBLEMS, model_and_training, tagged, written
 
-
-@pytest.fixture(autouse=True)
-def as_users_run_it():
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 
 def sentences(folder):

@@ -13,6 +13,8 @@ from problems import relative_error
 import lp_jax
 from lp_jax import nn
 
+pytestmark = pytest.mark.usefixtures("free_promotion")
+
 WIDTH, HIDDEN, LAYERS = 6, 8, 10
 EXACT = lp_jax.Picard(sweeps=30)  # at least as many sweeps as layers
 JAX = jax.jit, jax.value_and_grad, lp_jax.parallel
@@ -135,12 +137,6 @@ MODELS = {
     "Linen, vision transformer": vision_transformer,
     "Equinox": equinox,
 }
-
-
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,12 +3,14 @@
 import dataclasses
 import math
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import compiled
+from launch import output
 from problems import INJECT, dense_params, dense_state, dense_step
 from products import layer as plain
 
@@ -128,13 +130,9 @@ def test_no_program_copies_all_parameters(monkeypatch, solver, backend):
 
 def test_the_core_needs_jax_alone():
     """Importing the package imports none of the extras."""
-    import subprocess
-    import sys
-
     extras = {"flax", "optax", "orbax", "jsonargparse", "rich", "matplotlib", "sklearn"}
     code = f"import sys, lp_jax; print(sorted({extras} & set(sys.modules)))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert out.stdout.strip() == "[]"
+    assert output(sys.executable, "-c", code).strip() == "[]"
 
 
 CALLS = {

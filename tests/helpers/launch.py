@@ -28,6 +28,13 @@ class Ended(NamedTuple):
     output: str  # of both streams, all processes
 
 
+def output(*command: object, **options: object) -> str:
+    """What a program of one process prints; it has to end well."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=400, **options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
 def start(command: list, **environment: str) -> subprocess.Popen:
     """A program in a session of its own."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_", "XLA_", "JAX_"))}

@@ -345,12 +345,11 @@ def test_one_key_for_a_call_gives_every_layer_its_own():
         trunk(y, data=keys, key=key)
 
 
-@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.usefixtures("free_promotion")
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_depends_on_the_number_of_devices(name):
     """Masks of dropout, running statistics, values, gradients; over MPI ranks in test_mpi.py."""
-    with jax.numpy_rank_promotion("allow"):
-        assert_same(everything(name, mesh()), everything(name))
+    assert_same(everything(name, mesh()), everything(name))
 
 
 class Driven(nnx.Module):

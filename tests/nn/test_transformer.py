@@ -16,7 +16,7 @@ import lp_jax
 from lp_jax import nn
 from lp_jax.nn._network import _combined_stats
 
-pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
+pytestmark = pytest.mark.usefixtures("free_promotion")
 
 BATCH, LENGTH, OTHER, WIDTH, HEADS, LAYERS = 2, 5, 4, 6, 2, 4
 MASK = jnp.asarray([[True] * 5, [True] * 3 + [False] * 2])
@@ -25,13 +25,6 @@ INJECT = lp_jax.Rediscretize(params="inject")
 EXACT = lp_jax.MGRIT(coarsening=2, iterations=2, coarse_step=INJECT)  # two intervals: exact after two cycles
 BATCHED = dataclasses.replace(EXACT, at_once=math.inf, storage="all")
 SWEEPS = lp_jax.Picard(sweeps=LAYERS)
-
-
-@pytest.fixture(scope="module")
-def rank_promotion():
-    """`jax.nn.dot_product_attention` and Flax's layers add biases of one axis."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 Y, MEMORY = normal((BATCH, LENGTH, WIDTH)), normal((BATCH, OTHER, WIDTH), 2)

@@ -94,10 +94,10 @@ def run(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and dict(blocks(page)).get("python")])
+@pytest.mark.usefixtures("as_users_run_it")
 def test_examples_run_and_print_what_they_say(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        run(page)
+    run(page)
     plt.close("all")
 
 

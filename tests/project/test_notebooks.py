@@ -8,11 +8,10 @@ import runpy
 import sys
 from pathlib import Path
 
-import jax
 import matplotlib.pyplot as plt
 import pytest
 
-from conftest import QUICK
+from conftest import QUICK, jax_defaults
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 SOURCES = sorted(FOLDER.glob("[0-9]*.py"))
@@ -44,8 +43,7 @@ def test_runs(path, capsys, request):
     if path.stem in COMPUTE:
         request.getfixturevalue("optimised")
     names, pictures = {"__name__": "__main__"}, 0
-    defaults = jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
-    with defaults[0], defaults[1], defaults[2], plt.rc_context():
+    with jax_defaults(), plt.rc_context():
         for cell in re.split(r"^(?=# %%)", path.read_text(encoding="utf-8"), flags=re.MULTILINE):
             exec(compile(cell, path, "exec"), names)
             for number in plt.get_fignums():  # a notebook shows them at the end of a cell

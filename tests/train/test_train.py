@@ -457,6 +457,14 @@ def test_what_is_not_finite_stops_the_run(state, classifier):
     spoilt = jax.tree.map(lambda x: x * jnp.nan, state.params)
     with pytest.raises(train.DivergenceError, match="stopped at step 1: the state is not finite"):
         run(state._replace(params=spoilt), 1)
+    for words, term in (("loss is nan", lambda x: x * np.nan), ("gradient is not finite", lambda x: jnp.sqrt(0 * x))):
+
+        def spoiled(params, *rest, term=term):
+            loss, info = loss_fn(params, *rest)
+            return loss + term(jnp.sum(params["closing"])), info
+
+        with pytest.raises(train.DivergenceError, match=f"stopped at step 1: the {words}"):
+            run(state, 1, step_fn=train.make_train_step(spoiled, OPTIMIZER))
     with pytest.raises(train.DivergenceError, match="1 labels of its batch are none of the classes"):
         fit_once(*classifier[1:], (X, np.where(np.arange(10) == 3, 10, LABELS)))
 
