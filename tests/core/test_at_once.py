@@ -23,21 +23,17 @@ from lp_jax._programs._traced import trace
 from lp_jax._solvers._sweeps import Picard
 
 LAYERS, BATCH, WIDTH = 14, 3, 2
-
-
-def problem():
-    return dense_params(LAYERS, WIDTH), dense_state(BATCH, WIDTH)
+PARAMS, Y0 = dense_params(LAYERS, WIDTH), dense_state(BATCH, WIDTH)
 
 
 def solved(solver):
     """The last state, the residual norms, and the gradient, by fixed effort far from convergence."""
-    params, y0 = problem()
 
     def loss(params, y0):
         solution = lp_jax.solve(dense_step, params, y0, t1=3.0, solver=solver)
         return jnp.sum(solution.y1**3), (solution.y1, solution.stats.residual_norms)
 
-    gradient, seen = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, y0)
+    gradient, seen = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(PARAMS, Y0)
     return jax.tree.leaves((gradient, seen))
 
 
@@ -79,7 +75,7 @@ def test_what_is_no_number_of_layers_is_refused(kind):
         with pytest.raises((ValueError, TypeError), match=words):
             kind(at_once=value)
     with pytest.raises(ValueError, match=r"at_once=15\).*14 layers.*math.inf"):
-        lp_jax.solve(dense_step, *problem(), solver=kind(at_once=15))
+        lp_jax.solve(dense_step, PARAMS, Y0, solver=kind(at_once=15))
 
 
 @pytest.mark.parametrize("n, most, size", [(12, 12, 12), (12, 20, 12), (12, 5, 4), (13, 4, 4), (14, 5, 5), (7, 1, 1)])
@@ -146,8 +142,7 @@ def test_a_weight_of_few_rows_has_sums_of_outer_products_for_its_gradient():
 
 
 def test_a_layer_is_told_by_its_program():
-    params, y0 = problem()
-    one = trace(lp_jax.Problem(dense_step, params, y0), (Picard(),))[0].traced.footprint
+    one = trace(lp_jax.Problem(dense_step, PARAMS, Y0), (Picard(),))[0].traced.footprint
     assert one.operands == 8 * (WIDTH * WIDTH + WIDTH + 2) + 4  # weights, bias, t and dt, index
     assert one.flops == 2 * BATCH * WIDTH * WIDTH and one.counted
     assert 8 * BATCH * WIDTH <= one.working <= 3 * 8 * BATCH * WIDTH
@@ -155,17 +150,14 @@ def test_a_layer_is_told_by_its_program():
 
 def test_gradients_are_sums_of_outer_products_where_layers_have_weights_of_their_own():
     """In a scan with shared weights each turn would add such a sum to the gradient, which takes longer."""
-    params, y0 = problem()
-    own = lp_jax.Problem(dense_step, params, y0)
+    own = lp_jax.Problem(dense_step, PARAMS, Y0)
     shared = lp_jax.Problem(
-        lambda y, layer: jnp.tanh(y @ layer.shared + layer.data), None, y0, shared=params[0][0], data=jnp.ones(8)
+        lambda y, layer: jnp.tanh(y @ layer.shared + layer.data), None, Y0, shared=PARAMS[0][0], data=jnp.ones(8)
     )
     assert [trace(each, (Picard(),))[0].traced.steps[0][1].terms for each in (own, shared)] == [CPU.outer_terms, 0]
 
 
 def test_what_cannot_be_counted_is_evaluated_one_by_one():
-    params, y0 = problem()
-
     def called(y, layer):
         return jax.pure_callback(lambda y: np.asarray(y), y, y, vmap_method="sequential")
 
@@ -173,7 +165,7 @@ def test_what_cannot_be_counted_is_evaluated_one_by_one():
         return jax.lax.while_loop(lambda y: jnp.sum(y) < 0, lambda y: y + 1, y)
 
     for body in (called, unknown):
-        program, arrays = trace(lp_jax.Problem(body, params, y0), (Picard(),))
+        program, arrays = trace(lp_jax.Problem(body, PARAMS, Y0), (Picard(),))
         assert not program.traced.footprint.counted
         assert program.chain(*arrays[:3]).at_once("auto") == 1
 
