@@ -236,7 +236,7 @@ def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
         ([64, 16, 4], (16,), (16,))
     """
     _inputs.solvers(solver=solver)
-    program, arrays = trace(problem.replace(comm=problem.comm.inside()), (solver,))
+    program, arrays = trace(problem, (solver,), inside=True)
     resolved: Solver = arrays.solver
     return resolved.discretize(program.chain(program.slots(arrays.slices), arrays.y0, arrays.shared))
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
-from jax.sharding import AxisType
 
 from lp_jax._arrays._types import PyTree, Stacked
 from lp_jax._comms._workers import Local, Workers
@@ -26,7 +25,7 @@ class Unit(Protocol):
 class Comm(abc.ABC):
     """Where the layers of a network live, for ``solve(comm=...)``. Subclasses are frozen and hashable.
 
-    All methods but `place` are for engines whose workers do not share their arrays; by default they return their arguments.
+    Methods after `place` are for engines whose workers do not share their arrays; by default they return their arguments.
     """
 
     @property
@@ -52,18 +51,13 @@ class Comm(abc.ABC):
         ``data``, leaves ``(layers, ...)``; ``common`` are ``y0`` and ``shared``.
         """
 
+    def place_inside(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+        """As `place`, where every worker passes its own layers and calls the pieces of a cycle by itself."""
+        return self.place(layers, solvers, stacked, common)
+
     def adopt(self, tree: PyTree) -> PyTree:
         """Move arrays that lie elsewhere to the workers."""
         return tree
-
-    def check_closed_over(self, values: Sequence[object]) -> None:
-        """Refuse values that the step closes over and whose types have a sharding: within a solve, axes are automatic."""
-        for value in values if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types else ():
-            if isinstance(value, jax.Array) and not jax.typeof(value).sharding.mesh.empty:
-                raise ValueError(
-                    f"step closes over {jax.typeof(value)}, an array of a mesh with explicit axes, inside jax.set_mesh. Pass it "
-                    "as shared=, which the step sees as layer.shared; or leave jax.set_mesh."
-                )
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
         """Return ``make(keys)``, stacked over the layers, where it is used; not spread if ``solvers`` is None."""
@@ -87,10 +81,6 @@ class Comm(abc.ABC):
         """Return ``program`` for these arrays; ``specs()`` are the partitions of its outputs, for types that hold them."""
         return program
 
-    def inside(self) -> "Comm":
-        """Return this comm where every worker passes its own layers and calls the pieces of a cycle by itself."""
-        return self
-
     def spread(self, stacked: Stacked) -> Stacked:
         """Return arrays over all layers, made under jit, spread over the workers where they divide evenly."""
         return stacked
@@ -112,9 +102,6 @@ class OneDevice(Comm):
 
     def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
         return Local(layers=layers, held=(layers,))
-
-    def check_closed_over(self, values: Sequence[object]) -> None:
-        """Accept all values: types keep their shardings within the solve."""
 
 
 def common_unit(solvers: Sequence[Unit], steps: int) -> int:

@@ -103,7 +103,7 @@ class MeshComm(Comm):
             )
         unit = common_unit(solvers, layers)
         held = (unit * math.ceil(math.ceil(layers / unit) / self.size),) * self.size
-        return OnMesh(layers=layers, held=held, sequential=self.sequential, mesh=self.automatic, axis=self.axis)
+        return self._workers(layers, held)
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
         # an array can be split into equal parts only
@@ -130,13 +130,24 @@ class MeshComm(Comm):
 
         return jax.tree.map(leaf, tree)
 
-    def inside(self) -> Comm:
+    def place_inside(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
         if self.axis not in jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
                 f"comm={self} needs a jax.shard_map over {self.axis!r} around the pieces of a cycle, in which each device passes "
                 "its own layers. Or give the cycle to a solver, MGRIT(cycle=...), which opens one."
             )
-        return _Inside(self)
+        unit = common_unit(solvers, layers * self.size)
+        if layers % unit:
+            raise ValueError(
+                f"each device of {self.axis!r} must hold whole intervals of all levels, {unit} layers; got {layers} layers. "
+                "Change the coarsening, or the number of devices."
+            )
+        if any(_tree.varying_axes(x) for x in jax.tree.leaves((stacked, common))):
+            raise ValueError("the pieces of a cycle need check_vma=False, and gradients outside of the shard_map.")
+        return dataclasses.replace(self._workers(layers * self.size, (layers,) * self.size), opened=True)
+
+    def _workers(self, layers: int, held: tuple[int, ...]) -> "OnMesh":
+        return OnMesh(layers=layers, held=held, sequential=self.sequential, mesh=self.automatic, axis=self.axis)
 
     def _check(self, stacked: Stacked, common: PyTree) -> None:
         """Refuse arrays that already use the axis for something else."""
@@ -156,38 +167,6 @@ class MeshComm(Comm):
                         f"an array of {name} ({where}) is sharded over the axis {self.axis!r}, {spec}, "
                         "which the layers are spread over. Give it another axis of the mesh, or none."
                     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Inside(Comm):
-    """A mesh seen from inside a ``shard_map`` over its axis: each device passes its own layers."""
-
-    comm: MeshComm
-
-    @property
-    def size(self) -> int:
-        return self.comm.size
-
-    @property
-    def platform(self) -> str:
-        return self.comm.platform
-
-    @property
-    def splits(self) -> bool:
-        return True
-
-    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
-        comm, total = self.comm, layers * self.size
-        unit = common_unit(solvers, total)
-        if layers % unit:
-            raise ValueError(
-                f"each device of {comm.axis!r} must hold whole intervals of all levels, {unit} layers; got {layers} layers. "
-                "Change the coarsening, or the number of devices."
-            )
-        if any(_tree.varying_axes(x) for x in jax.tree.leaves((stacked, common))):
-            raise ValueError("the pieces of a cycle need check_vma=False, and gradients outside of the shard_map.")
-        held, mesh = (layers,) * self.size, comm.automatic
-        return OnMesh(layers=total, held=held, sequential=comm.sequential, mesh=mesh, axis=comm.axis, opened=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -224,7 +203,7 @@ class OnMesh(Workers):
 
     @property
     def rows(self) -> tuple[int, int]:
-        return (self.held[0],) * 2 if self.opened else (self.layers, sum(self.held))
+        return (self.held[0],) * 2 if self.opened else super().rows
 
     def map(self, body: Body) -> Body:
         specs = PartitionSpec(self.axis), PartitionSpec()
@@ -238,23 +217,8 @@ class OnMesh(Workers):
     def sum(self, tree: PyTree) -> PyTree:
         return lax.psum(tree, self.axis)
 
-    def broadcast(self, tree: PyTree, root: int) -> PyTree:
-        return self.sum(_tree.where(self.index() == root, tree, _tree.zeros_like(tree)))
-
     def gather(self, tree: PyTree, span: int) -> PyTree:
-        def leaf(x: jax.Array) -> jax.Array:
-            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-                return jax.random.wrap_key_data(leaf(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-            return lax.all_gather(x, self.axis, tiled=True)
-
-        return jax.tree.map(leaf, tree)
-
-    def local_slice(self, tree: PyTree, span: int) -> PyTree:
-        def leaf(x: jax.Array) -> jax.Array:
-            n = x.shape[0] // self.size
-            return lax.dynamic_slice_in_dim(x, self.index() * n, n)
-
-        return jax.tree.map(leaf, tree)
+        return lax.all_gather(tree, self.axis, tiled=True)
 
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
         first, by = self.first(reverse), -1 if reverse else 1

@@ -271,10 +271,6 @@ class OnRanks(Workers):
     def sum(self, tree: PyTree) -> PyTree:
         return self.comm.sum(tree)
 
-    def broadcast(self, tree: PyTree, root: int) -> PyTree:
-        # by a sum, so that each rank waits for the message and for its own work, see `_wire.after`
-        return self.sum(tree if self.comm.rank == root else _wire.zeros_after(tree))
-
     def gather(self, tree: PyTree, span: int) -> PyTree:
         _, mpi4jax = _modules()
         lengths = [n // span for n in self.held]
@@ -285,10 +281,6 @@ class OnRanks(Workers):
             return mpi4jax.allgather(x, comm=self.comm._duplicates[0]).reshape(-1, x.shape[1])[jnp.asarray(rows)]
 
         return _wire.apply_packed(tree, everyone, listed=True)
-
-    def local_slice(self, tree: PyTree, span: int) -> PyTree:
-        start, n = self.start(span), self.held[self.comm.rank] // span
-        return jax.tree.map(lambda x: x[start : start + n], tree)
 
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
         rank, first, by = self.comm.rank, self.first(reverse), -1 if reverse else 1

@@ -76,12 +76,9 @@ def encode(x: jax.Array, lead: int) -> jax.Array:
     """The bytes of an array, with all axes but the first ``lead`` as one."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    if x.dtype == bool:
-        x = x.astype(jnp.uint8)
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-1)
-    x = lax.bitcast_convert_type(x, jnp.uint8)
-    return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
+    return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:])).view(jnp.uint8)
 
 
 def _decode(x: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, lead: int) -> jax.Array:
@@ -95,5 +92,4 @@ def _decode(x: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, lead: int) -> 
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
         parts = _decode(x, jax.ShapeDtypeStruct((*like.shape, 2), jnp.finfo(like.dtype).dtype), lead)
         return lax.complex(parts[..., 0], parts[..., 1])
-    size = like.dtype.itemsize
-    return lax.bitcast_convert_type(x.reshape(*shape, size) if size > 1 else x.reshape(shape), like.dtype)
+    return x.view(like.dtype).reshape(shape)

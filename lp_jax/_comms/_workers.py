@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import CPU, Processor
@@ -45,12 +46,12 @@ class Workers(abc.ABC):
 
     @abc.abstractmethod
     def index(self) -> int | jax.Array:
-        """Return the number of this worker."""
+        """Return the number of this worker: an int, or traced where one program serves workers with equally many slots."""
 
     @property
-    @abc.abstractmethod
     def rows(self) -> tuple[int, int]:
         """Length of stacked arrays: as the caller of `solve` passes them, and with all slots."""
+        return self.layers, sum(self.held)
 
     def map(self, body: Body) -> Body:
         """Return ``body`` as a function that runs on every worker; override it where one caller stands for all of them."""
@@ -65,16 +66,8 @@ class Workers(abc.ABC):
         """Return the sum over the workers, on each of them."""
 
     @abc.abstractmethod
-    def broadcast(self, tree: PyTree, root: int) -> PyTree:
-        """Return the tree of worker ``root``, on each of them."""
-
-    @abc.abstractmethod
     def gather(self, tree: PyTree, span: int) -> PyTree:
         """Return the stacked arrays of all workers, on each of them."""
-
-    @abc.abstractmethod
-    def local_slice(self, tree: PyTree, span: int) -> PyTree:
-        """Return this worker's part of what `gather` returns."""
 
     @abc.abstractmethod
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
@@ -108,11 +101,23 @@ class Workers(abc.ABC):
         """Undo `pad`."""
         return _tree.resize(tree, -(-self.rows[0] // span))
 
+    def broadcast(self, tree: PyTree, root: int) -> PyTree:
+        """Return the tree of worker ``root``, on each of them. It is a sum, so that each worker waits for all others."""
+        here = self.index() == root
+        if isinstance(here, bool):
+            return self.sum(tree if here else _wire.zeros_after(tree))
+        return self.sum(_tree.where(here, tree, _tree.zeros_like(tree)))
+
     def start(self, span: int) -> int | jax.Array:
         """Return the number of this worker's first entry among those of all workers."""
-        starts = [n // span for n in itertools.accumulate(self.held, initial=0)]
         index = self.index()
-        return starts[index] if isinstance(index, int) else jnp.asarray(starts, jnp.int32)[index]
+        return sum(self.held[:index]) // span if isinstance(index, int) else index * (self.held[0] // span)
+
+    def local_slice(self, tree: PyTree, span: int) -> PyTree:
+        """Return this worker's part of what `gather` returns."""
+        index = self.index()
+        start, n = self.start(span), self.held[index if isinstance(index, int) else 0] // span
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, n), tree)
 
     def total(self, span: int) -> int:
         """Number of entries of all workers, without inert ones."""
@@ -225,23 +230,13 @@ class Local(Workers):
     def index(self) -> int:
         return 0
 
-    @property
-    def rows(self) -> tuple[int, int]:
-        return self.layers, self.held[0]
-
     def shift(self, tree: PyTree, by: int) -> PyTree:
         return _tree.zeros_like(tree)
 
     def sum(self, tree: PyTree) -> PyTree:
         return tree
 
-    def broadcast(self, tree: PyTree, root: int) -> PyTree:
-        return tree
-
     def gather(self, tree: PyTree, span: int) -> PyTree:
-        return tree
-
-    def local_slice(self, tree: PyTree, span: int) -> PyTree:
         return tree
 
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:

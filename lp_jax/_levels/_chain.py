@@ -67,7 +67,6 @@ class Chain:
             shared=self.shared,
             y0=self.y0,
             step=self.step(0),
-            steps=self.steps,
             factor=factor,
             workers=self.workers,
             at_once=at_once,

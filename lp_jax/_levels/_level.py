@@ -19,7 +19,7 @@ from lp_jax._comms._workers import Local, Workers, select
 @register("xs", "shared", "y0", "rhs", "gathered", "unit", "chain")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
-    """A chain of ``steps`` steps in ``steps / factor`` intervals: ``u[n+1] = step(u[n], x[n], shared) + rhs[n]``, ``u[0] = y0``.
+    """A chain of steps in intervals of ``factor`` steps: ``u[n+1] = step(u[n], x[n], shared) + rhs[n]``, ``u[0] = y0``.
 
     C-points are the states that leave the intervals, stacked, leaves ``(intervals, ...)``. F-points, the states between them,
     follow from them and are not stored.
@@ -29,7 +29,6 @@ class Level:
         shared: operand of every step.
         y0: the state that enters the chain.
         step: ``step(u, x, shared) -> u_next``; the identity beyond the last layer.
-        steps: number of steps on this worker, a multiple of ``factor``.
         factor: coarsening factor to the next level; 1 on the coarsest.
         workers: where the intervals live.
 
@@ -45,7 +44,6 @@ class Level:
     shared: PyTree
     y0: State
     step: SliceStep
-    steps: int
     factor: int
     workers: Workers
     number: int = 0  # of the level; 0 is the finest
@@ -67,7 +65,12 @@ class Level:
     @property
     def intervals(self) -> int:
         """Number of intervals on this worker."""
-        return self.steps // self.factor
+        return _tree.leading(self.xs)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps on this worker, a multiple of ``factor``."""
+        return self.intervals * self.factor
 
     @property
     def interval_span(self) -> int:
@@ -129,7 +132,7 @@ class Level:
         """Some of the steps as a level on one worker, which ``y0`` enters; for a level with ``factor`` 1."""
         steps = _tree.leading(xs)
         workers = Local(layers=steps, held=(steps,), processor=self.workers.processor)
-        return dataclasses.replace(self, xs=xs, rhs=rhs, y0=y0, steps=steps, workers=workers)
+        return dataclasses.replace(self, xs=xs, rhs=rhs, y0=y0, workers=workers)
 
     def linearised_at(self, states: Points) -> "Level":
         """This level with its steps linearised at the ``states`` that enter every layer, if the steps need them."""

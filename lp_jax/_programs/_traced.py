@@ -14,7 +14,7 @@ from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import Processor, footprint, processor
 from lp_jax._arrays._outer import has_few
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Which
-from lp_jax._comms._comm import common_unit
+from lp_jax._comms._comm import OneDevice, common_unit
 from lp_jax._levels._layer import Hoisted, LayerStep, Signature, Traced, needs_its_trace, signature
 from lp_jax._levels._result import DONE, SERIAL
 from lp_jax._programs import _inputs
@@ -105,13 +105,16 @@ def _reused(program: Program, arrays: Arrays, solvers: Sequence[Solver]) -> tupl
     return program, arrays._replace(solver=forward, adjoint_solver=adjoint)
 
 
-def trace(problem: _inputs.Network, solvers: Sequence[Solver]) -> tuple[Program, Arrays]:
-    """Place the layers, trace the step once per level of each solver, and hoist the values that it closes over."""
+def trace(problem: _inputs.Network, solvers: Sequence[Solver], *, inside: bool = False) -> tuple[Program, Arrays]:
+    """Place the layers, trace the step once per level of each solver, and hoist the values that it closes over.
+
+    With ``inside``, every worker calls this by itself, with its own layers.
+    """
     comm = problem.comm
     params, data, y0, shared = comm.adopt((problem.params, problem.data, problem.y0, problem.shared))
     # within a user's shard_map, its transpose is one sum of the whole gradient over devices
     params, data, y0, shared = _tree.varying((params, data, y0, shared), (params, data, y0, shared))
-    workers = comm.place(problem.layers, solvers, (params, data), (y0, shared))
+    workers = (comm.place_inside if inside else comm.place)(problem.layers, solvers, (params, data), (y0, shared))
     steps, t0, t1 = workers.layers, problem.t0, problem.t1
     times = {name: t for name, t in (("t0", t0), ("t1", t1)) if not isinstance(t, jax.core.Tracer)}
     y0, shared = comm.compared((y0, shared), {name: str(np.asarray(t).tolist()) for name, t in times.items()})
@@ -209,7 +212,8 @@ class _Tracing:
             raise
         self.programs.append(closed.jaxpr)
         _inputs.step_output(out, u, problem.has_aux)
-        problem.comm.check_closed_over(closed.consts)
+        if problem.comm != OneDevice():
+            _inputs.closed_over(closed.consts)
         step = dataclasses.replace(step, structure=jax.tree.structure(out))
         if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
             return dataclasses.replace(step, in_place=needs_its_trace(closed, u, x, shared)), None

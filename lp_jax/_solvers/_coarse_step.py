@@ -32,7 +32,6 @@ def coarser(level: Level, coarse: Coarse, factor: int = 1, transfer: Transfer | 
         xs=coarse.xs if factor == 1 else _tree.split(coarse.xs, factor),
         step=coarse.step,
         y0=y0,
-        steps=level.intervals,
         factor=factor,
         number=level.number + 1,
         span=level.interval_span,

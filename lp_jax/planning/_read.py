@@ -96,14 +96,8 @@ class _Counted(Workers):
     def sum(self, tree: PyTree) -> PyTree:
         return _mark(tree, _REDUCTION)
 
-    def broadcast(self, tree: PyTree, root: int) -> PyTree:
-        return _mark(tree, _REDUCTION)
-
     def gather(self, tree: PyTree, span: int) -> PyTree:
         return jax.tree.map(lambda x: jnp.concatenate([x] * self.active), _mark(tree, _REDUCTION))
-
-    def local_slice(self, tree: PyTree, span: int) -> PyTree:
-        return jax.tree.map(lambda x: x[: len(x) // self.active], tree)
 
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
         def turn(_: jax.Array, u: State) -> State:
