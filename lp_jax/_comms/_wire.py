@@ -2,11 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from lp_jax._arrays._types import PyTree
 
@@ -39,19 +40,13 @@ def _never(tree: PyTree) -> jax.Array:
 def apply_by_dtype(tree: PyTree, f: Callable[[jax.Array], jax.Array]) -> PyTree:
     """Apply ``f`` to all leaves of one dtype at once, as one flat array."""
     leaves, structure = jax.tree.flatten(tree)
-    out: list[jax.Array | None] = [None] * len(leaves)
+    out = list(leaves)
     for dtype in dict.fromkeys(x.dtype for x in leaves):
         places = [i for i, x in enumerate(leaves) if x.dtype == dtype]
-        parts = _joined([leaves[i].reshape(-1) for i in places], f)
-        for i, part in zip(places, parts, strict=True):
-            out[i] = part.reshape(leaves[i].shape)
+        flat, unravel = ravel_pytree([leaves[i] for i in places])
+        for i, x in zip(places, unravel(f(flat)), strict=True):
+            out[i] = x
     return jax.tree.unflatten(structure, out)
-
-
-def _joined(parts: Sequence[jax.Array], f: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
-    """Apply ``f`` to arrays that are joined along the last axis."""
-    ends = list(itertools.accumulate(x.shape[-1] for x in parts))
-    return jnp.split(f(jnp.concatenate(parts, axis=-1)), ends[:-1], axis=-1)
 
 
 def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, listed: bool = False) -> PyTree:
@@ -65,8 +60,9 @@ def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, listed: b
         encoded = [x.reshape(*x.shape[:lead], math.prod(x.shape[lead:])) for x in leaves]
     else:  # several dtypes, or one that MPI does not know
         encoded = [encode(x, lead) for x in leaves]
-    pairs = zip(_joined(encoded, f), leaves, strict=True)
-    return jax.tree.unflatten(structure, [_decode(part, x, lead) for part, x in pairs])
+    ends = list(itertools.accumulate(x.shape[-1] for x in encoded))
+    parts = jnp.split(f(jnp.concatenate(encoded, axis=-1)), ends[:-1], axis=-1)
+    return jax.tree.unflatten(structure, [_decode(part, x, lead) for part, x in zip(parts, leaves, strict=True)])
 
 
 _KNOWN = ("float32", "float64", "complex64", "complex128", "int32", "int64", "uint32", "uint64")
