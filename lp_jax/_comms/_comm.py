@@ -61,7 +61,7 @@ class Comm(abc.ABC):
 
     def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
         """Return ``make(keys)``, stacked over the layers, where it is used; not spread if ``solvers`` is None."""
-        return make(keys)
+        return make(keys if solvers is None else self.share(keys, solvers))
 
     def share(self, stacked: Stacked, solvers: Sequence[Unit]) -> Stacked:
         """Return the part of arrays over all layers that the caller of `solve` passes on this worker."""
@@ -96,9 +96,7 @@ def default_platform() -> str:
 class OneDevice(Comm):
     """All layers on one device: ``comm=None``."""
 
-    @property
-    def size(self) -> int:
-        return 1
+    size = 1
 
     def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
         return Local(layers=layers, held=(layers,))

@@ -5,7 +5,7 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -128,9 +128,6 @@ class MPIComm(Comm):
             return mpi4jax.allreduce(x.astype(wide), op=getattr(mpi, how), comm=self._duplicates[0]).astype(x.dtype)
 
         return _wire.apply_by_dtype(tree, reduce)
-
-    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
-        return make(keys if solvers is None else self.share(keys, solvers))
 
     def share(self, stacked: Stacked, solvers: Sequence[Unit]) -> Stacked:
         def leaf(x: jax.Array) -> jax.Array:
