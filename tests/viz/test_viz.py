@@ -216,7 +216,7 @@ def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, skip, mon
         return call
 
     monkeypatch.setattr(_cycle, "relaxed", watched(_cycle.relaxed))
-    monkeypatch.setattr(_serial, "march", watched(_serial.march))
+    monkeypatch.setattr(_serial, "march_and_emit", watched(_serial.march_and_emit))
     options = {"levels": levels, "coarsening": 2, "cycle": kind, "coarse_step": INJECT, "iterations": 1}
     solver = lp_jax.MGRIT(start="cascade" if skip else "guess", **options)
     problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(16), jnp.ones(()))
