@@ -191,8 +191,9 @@ class _Rules:
             )
         inside = functools.partial(self.run, p["jaxpr"], ())
         if name == "shard_map":
-            options = {key: p[key] for key in ("mesh", "in_specs", "check_vma")}
-            spread = jax.shard_map(inside, **options, out_specs=[*p["out_specs"]], axis_names=p["newly_manual_axes"])
+            axes = p.get("newly_manual_axes", p.get("manual_axes"))  # the latter before jax 0.10.2
+            options = {key: p[key] for key in ("mesh", "in_specs", "check_vma")} | {"axis_names": axes}
+            spread = jax.shard_map(inside, **options, out_specs=[*p["out_specs"]])
             return jax.jit(spread)(*ins)  # outside of jit, JAX has no symbolic zeros within one
         return jax.checkpoint(inside, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
 

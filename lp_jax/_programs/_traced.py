@@ -59,16 +59,13 @@ def prepare(
     exact = workers.size == 1 and solver.exact and adjoint_solver.exact
     contracts = workers.processor.launches and program.traced.recurrent and solver.keeps_states  # see `Serial`
     scan = exact and adjoint_guess is None and not contracts
+    watch = asked.value.watch and _tree.varying(asked.value.watch.counts, (arrays.slices, arrays.y0, arrays.shared))
     arrays = arrays._replace(
-        solver=solver,
-        adjoint_solver=adjoint_solver,
-        guess=start,
-        adjoint_guess=adjoint_guess,
-        watch=asked.value.watch and _tree.varying(asked.value.watch.counts, (arrays.slices, arrays.y0, arrays.shared)),
+        solver=solver, adjoint_solver=adjoint_solver, guess=start, adjoint_guess=adjoint_guess, watch=watch
     )
     done = SERIAL if by_default and solver.exact else DONE
-    zeros = start is None and guess == "zeros"
-    return first_equal(dataclasses.replace(program, zeros=zeros, scan=scan, done=done)), arrays
+    program = dataclasses.replace(program, zeros=start is None and guess == "zeros", scan=scan, done=done)
+    return first_equal(program), arrays
 
 
 def default(problem: _inputs.Network) -> tuple[tuple[tuple[Solver, Solver], float], tuple[Program, Arrays]]:
