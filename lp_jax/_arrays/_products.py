@@ -17,7 +17,7 @@ def array_type(v: core.Var | core.Literal) -> Any:
 
 
 class Cost(NamedTuple):
-    """What a program computes; of branches, what the most expensive one does."""
+    """Cost of a program. Of the branches of a switch, the most expensive one counts."""
 
     flops: float  # of its products
     numbers: float  # results of its other operations; of a convolution, its products

@@ -59,15 +59,14 @@ def test_finite_termination_of_the_adjoint_with_sources(adjoint, enough):
     """Of 12 layers 12 sweeps; of 4 intervals 3 cycles, as the loss gives the cotangent that enters the last one."""
     arguments, t1 = (dense_params(12, 4, scale=2.0), dense_state(2, 4)), 8.0
 
-    def step(y, layer):
-        return dense_step(y, layer), jnp.sin(y)
+    step = lambda y, layer: (dense_step(y, layer), jnp.sin(y))  # noqa: E731
 
     def loss(y1, aux):
         return jnp.sum(y1**3) + jnp.sum(aux**2)
 
     def value(params, y0, solver):
-        solvers = {"solver": lp_jax.Serial(), "adjoint_solver": solver}
-        solution = lp_jax.solve(step, params, y0, t1=t1, has_aux=True, **solvers)
+        given = {"t1": t1, "solver": lp_jax.Serial(), "adjoint_solver": solver, "has_aux": True}
+        solution = lp_jax.solve(step, params, y0, **given)
         return loss(solution.y1, solution.aux)
 
     gradient = jax.jit(jax.grad(value, argnums=(0, 1)), static_argnums=2)

@@ -29,7 +29,7 @@ class Ended(NamedTuple):
 
 
 def output(*command: object, **options: object) -> str:
-    """What a program of one process prints; it has to end well."""
+    """Run a program of one process and return its standard output; fail where its exit code is not 0."""
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=400, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
