@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar, cast
 
 import jax
+from jax.tree_util import GetAttrKey
 
 T = TypeVar("T", bound=Callable[..., object])
 C = TypeVar("C")
@@ -124,8 +125,13 @@ def register(*data: str) -> Callable[[type[C]], type[C]]:
     """Register a dataclass as a pytree: the fields ``data``, which may change without recompiling, are its leaves."""
 
     def decorate(cls: type[C]) -> type[C]:
-        cls = check_arguments(cls)
-        fields = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        return jax.tree_util.register_dataclass(cls, list(data), [name for name in fields if name not in data])
+        static = [f.name for f in dataclasses.fields(cls) if f.name not in data]  # type: ignore[arg-type]
+        # trees by `register_dataclass` are equal for classes of equal fields, so that jit may run one's program for another
+        jax.tree_util.register_pytree_with_keys(
+            cls,
+            lambda x: ([(GetAttrKey(name), getattr(x, name)) for name in data], tuple(getattr(x, f) for f in static)),
+            lambda fixed, leaves: cls(**dict(zip((*static, *data), (*fixed, *leaves), strict=True))),
+        )
+        return check_arguments(cls)
 
     return decorate

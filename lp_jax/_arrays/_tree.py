@@ -78,10 +78,9 @@ def entry_like(tree: PyTree) -> PyTree:
     def leaf(x: jax.Array) -> jax.ShapeDtypeStruct:
         if varying_axes(x):
             return jax.eval_shape(lambda x: x[0], x)
-        place, rest = jax.typeof(x).sharding if explicit(x) else None, None
-        if place is not None:
-            rest = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rest)
+        place = jax.typeof(x).sharding if explicit(x) else None
+        place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=place)
 
     return jax.tree.map(leaf, tree)
 
@@ -281,11 +280,6 @@ def inner(a: PyTree, b: PyTree) -> jax.Array:
     dtype = real_dtype(a, at_least=jnp.float32)
     products = jax.tree.map(lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype)), wide(a), wide(b))
     return jax.tree.reduce(jnp.add, products, jnp.zeros((), dtype))
-
-
-def norm(tree: PyTree) -> jax.Array:
-    """2-norm over all leaves, in at least single precision."""
-    return jnp.sqrt(sum_of_squares(tree))
 
 
 def real_dtype(tree: PyTree, at_least: DTypeLike | None = None) -> np.dtype:

@@ -181,7 +181,7 @@ def _numbers(problem: Problem) -> tuple[float, float]:
                 v, size = _normal(_tree.sub(pull(at[0]), at[0]))
                 return _normal(_tree.sub(push(v)[0], v))[0], size
 
-            return lax.fori_loop(0, _ROUNDS, turn, (w, _tree.norm(w)))[1]
+            return lax.fori_loop(0, _ROUNDS, turn, (w, jnp.sqrt(_tree.sum_of_squares(w))))[1]
 
         _, entering = lax.scan(lambda y, x: (step(y, x, shared), y), chain.y0, chain.slices)
         key = jax.random.split(jax.random.key(0), 1)[0]
@@ -196,6 +196,6 @@ def _numbers(problem: Problem) -> tuple[float, float]:
 
 def _normal(v: State) -> tuple[State, jax.Array]:
     """A state divided by its norm, and the norm."""
-    size = _tree.norm(v)
+    size = jnp.sqrt(_tree.sum_of_squares(v))
     size = jnp.maximum(size, jnp.finfo(size.dtype).tiny)
     return jax.tree.map(lambda x: x / size.astype(jnp.finfo(x.dtype).dtype), v), size

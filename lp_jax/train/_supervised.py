@@ -176,7 +176,7 @@ def _supervised(
         return loss + extra, Info(
             stats=solution.stats,
             result=solution.result,
-            scale=_tree.norm(solution.y1),
+            scale=jnp.sqrt(_tree.sum_of_squares(solution.y1)),
             replace=nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat)) or None,
             trajectory=solution.trajectory,
             **counts,
@@ -242,8 +242,8 @@ def _residuals(
     x, y, keys = split_batch(batch)
     solution, pullback = model.trunk.solve_vjp(model.opening(x), **model.context_of(x), **keys, **solvers)
     cotangent = jax.grad(lambda y1: loss(model.closing(y1), y))(solution.y1)
-    _, adjoint = pullback(cotangent)
-    return Residuals(solution.stats, adjoint, _tree.norm(solution.y1), _tree.norm(cotangent))
+    norms = (jnp.sqrt(_tree.sum_of_squares(x)) for x in (solution.y1, cotangent))
+    return Residuals(solution.stats, pullback(cotangent)[1], *norms)
 
 
 def split_batch(batch: Batch) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:

@@ -670,8 +670,7 @@ def test_a_folder_is_for_one_run_at_a_time(cli, tmp_path):
     code, _, err = cli("train", "digits", "--out", folder, *options)  # that process is gone, and its file is left
     assert code == 0 and f"process 7 on a machine, which used {folder}, is gone" in err
     assert not lock.exists()
-    stored = json.loads((folder / "config.json").read_text())["options"]
-    assert stored["no_pictures"] is True  # kept for --resume
+    assert json.loads((folder / "config.json").read_text())["options"]["no_pictures"] is True  # kept for --resume
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(cli, tmp_path, monkeypatch):

@@ -109,8 +109,7 @@ def test_ordinary_networks_are_propagated_serially_on_a_cpu(name):
 
 @pytest.mark.parametrize("sizes", [(8, 4096, 4), (16, 4096, 1), (32, 1024, 1)])
 def test_deep_narrow_networks_are_swept_on_a_cpu(sizes):
-    device = dataclasses.replace(CPU, row_kernel=CPU.kernel)
-    forward, adjoint = chosen(dense(*sizes), device)
+    forward, adjoint = chosen(dense(*sizes), dataclasses.replace(CPU, row_kernel=CPU.kernel))
     assert isinstance(forward, lp_jax.Picard) and forward.fallback and adjoint.fallback
     assert (forward.rtol, adjoint.rtol) == (1e-3, 1e-2)
     fuses = dataclasses.replace(CPU, row_kernel=1e-8)  # as jax 0.12: the scan over single examples is fast

@@ -115,8 +115,7 @@ def test_a_solver_is_planned_and_drawn(page):
     assert any("BlockJacobi" in line for line in page["printed"])
     counted = count(solver, 32)
     assert counted.depth("forward") == 7 * 4 and counted.work("forward") == 7 * 32
-    title = viz.hierarchy(solver, 32).get_suptitle()
-    assert title == "32 layers in intervals of 4, all at once"
+    assert viz.hierarchy(solver, 32).get_suptitle() == "32 layers in intervals of 4, all at once"
 
 
 def fields(cls):

@@ -56,8 +56,7 @@ def by_hand(params, y0, iterations, change=lambda jacobian: jacobian, relaxation
         u = entries + h * np.tanh(entries @ w + b[:, None])
     for _ in range(iterations):
         entries = np.concatenate([y0[None], u[:-1]])
-        delta = np.zeros_like(y0)
-        new = []
+        delta, new = np.zeros_like(y0), []
         for n in range(N):
             s = np.tanh(entries[n] @ w[n] + b[n])
             jacobian = np.eye(WIDTH) + h * (1 - s**2)[:, :, None] * w[n].T  # of each example
@@ -77,8 +76,7 @@ def _identity(jacobian):
 
 
 def _clipped(jacobian):
-    largest = np.abs(jacobian).sum(axis=2).max(axis=1)
-    return jacobian * np.minimum(1, 0.9 / largest)[:, None, None]
+    return jacobian * np.minimum(1, 0.9 / np.abs(jacobian).sum(axis=2).max(axis=1))[:, None, None]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +97,11 @@ def test_iterates(solver, change):
     np.testing.assert_allclose(
         states(dense_step, params, y0, solver), by_hand(params, y0, 3, change), rtol=1e-12, atol=1e-12
     )
+
+
+def test_structures_of_two_classes_differ():
+    """`jax.jit` finds its programs by them."""
+    assert jax.tree.structure(lp_jax.Shrink(by=0.9)) != jax.tree.structure(lp_jax.Clip(limit=0.9))
 
 
 def test_convergence_is_quadratic():

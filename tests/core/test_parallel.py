@@ -34,8 +34,7 @@ def total(out):
 
 def solved(f, *args, **options):
     """Programs of solves in ``f``, and whether scans outside of them are left."""
-    text = str(jax.make_jaxpr(lp_jax.parallel(f, solver=EXACT, **options))(*args))
-    return text.count("custom_vjp_call")
+    return str(jax.make_jaxpr(lp_jax.parallel(f, solver=EXACT, **options))(*args)).count("custom_vjp_call")
 
 
 def same(f, *args, solver=EXACT, tolerance=1e-12, **options):
