@@ -93,7 +93,7 @@ def _sweeps(at: Layers) -> tuple[float, Pair]:
 def _intervals(at: Layers) -> tuple[float, Pair]:
     """One interval for each worker, and as many cycles: exact. The adjoint's gradient is formed once, in the last one."""
     factor = math.ceil(at.layers / at.workers)
-    if at.workers == 1 or factor == at.layers or factor * at.workers != at.layers:
+    if factor in (1, at.layers) or factor * at.workers != at.layers:
         return math.inf, SERIAL
     cycles = math.ceil(at.layers / factor)
     solver = MGRIT(coarsening=factor, iterations=cycles, coarse_step=Identity(), storage="all")

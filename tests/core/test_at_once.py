@@ -87,8 +87,7 @@ def of_few_terms(step, terms):
     """``step`` with a sum of outer products in the place of each short product."""
 
     def call(*arguments):
-        program = jax.make_jaxpr(step)(*arguments)
-        return with_few_terms(program, terms)(*arguments)[0]
+        return with_few_terms(jax.make_jaxpr(step)(*arguments), terms)(*arguments)[0]
 
     return call
 
