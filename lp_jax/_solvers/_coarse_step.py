@@ -149,7 +149,7 @@ class Rediscretize(CoarseStep):
             return jnp.einsum("gs,gs...->g...", weights.astype(x.dtype), _tree.split(x, span), precision="highest")
 
         params, data = _tree.with_fresh_keys((slices.params, slices.data))
-        rule = self.params
+        rule = self.params if jax.tree.leaves(params) else "inject"
         coarse = Slices(
             params=_of_intervals(rule, params, chain, span) if callable(rule) else jax.tree.map(one, params),
             data=jax.tree.map(one, data),

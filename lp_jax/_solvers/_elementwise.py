@@ -181,8 +181,7 @@ def march(step: SliceStep, starts: State, xs: Stacked, shared: PyTree, *, revers
 
 def intervals(steps: int, places: int) -> int:
     """Number of intervals that a chain is cut into."""
-    most = 1 if places >= _FULL or steps < _LONG else min(_INTERVALS, steps // 64)
-    return _tree.divisor(steps, most)
+    return _tree.divisor(steps, 1 if places >= _FULL or steps < _LONG else min(_INTERVALS, steps // 64))
 
 
 def _solve(level: Level, step: SliceStep, y0: State, xs: Stacked, shared: PyTree) -> tuple[Stacked, jax.Array]:

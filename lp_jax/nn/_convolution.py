@@ -89,8 +89,7 @@ def _products_bwd(saved: tuple[jax.Array, jax.Array], y_bar: jax.Array) -> tuple
         folded = _product(patches.T, z_bar.reshape(len(patches), -1)).reshape(last, inputs, *outer, outputs)
         return total + jnp.moveaxis(folded, (0, 1), (-3, -2)), _convolve_few(y_bar, mirrored)
 
-    zeros = _tree.wide(jnp.zeros_like(kernel))
-    kernel_bar, x_bar = lax.scan(add, zeros, _tree.split((x, y_bar), size))
+    kernel_bar, x_bar = lax.scan(add, _tree.wide(jnp.zeros_like(kernel)), _tree.split((x, y_bar), size))
     return x_bar.reshape(x.shape), kernel_bar.astype(kernel.dtype)
 
 
@@ -101,8 +100,7 @@ def _images_at_once(x: jax.Array, kernel: jax.Array) -> int:
     """Return the number of images whose patches and products fit into the cache; it divides the batch."""
     *outer, last, inputs, outputs = kernel.shape
     numbers = math.prod(x.shape[1:-1]) * (last * inputs + math.prod(outer) * outputs)
-    most = max(1, _CACHE // max(1, numbers * x.dtype.itemsize))
-    return _tree.divisor(len(x), most)
+    return _tree.divisor(len(x), max(1, _CACHE // max(1, numbers * x.dtype.itemsize)))
 
 
 def _convolve_few(x: jax.Array, kernel: jax.Array) -> jax.Array:

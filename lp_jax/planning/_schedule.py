@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
+import jax
+
 from lp_jax._levels._relax import at_level, per_level
 from lp_jax._solvers._coarse_step import CoarseStep, Identity, Rediscretize
 from lp_jax._solvers._cycle import VISITS
@@ -48,7 +50,8 @@ def count(
         _record(solver, chain)
     except NotImplementedError:
         fixed = with_effort(solver, solver.iterations) if solver.has_tolerance else solver
-        return read(fixed, layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint)
+        hashable = jax.tree.map(lambda x: x.item() if isinstance(x, jax.Array) else x, fixed)
+        return read(hashable, layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint)
     return Schedule(events, 2 if workers > 1 else 0)  # the last state, and the residual norms
 
 

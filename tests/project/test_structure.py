@@ -238,4 +238,4 @@ def test_modules_are_small():
 def test_the_package_does_not_grow():
     """Lower the ceilings when something is taken out; do not raise them. ``python tests/helpers/house.py`` prints all sizes."""
     sizes = house.sizes()
-    assert sizes["lines of lp_jax"] <= 19_727 and sizes["lines of the core"] <= 8_133, sizes
+    assert sizes["lines of lp_jax"] <= 19_727 and sizes["lines of the core"] <= 8_132, sizes
