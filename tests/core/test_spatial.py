@@ -114,7 +114,7 @@ def test_f_relaxation_alone_does_not_converge(n=7):
 
     def norms(relaxation, halve):
         fields = {"levels": 2, "coarsening": 4, "min_coarse": 1, "start": "guess", "relaxation": relaxation}
-        solver = make(1, spatial=halve, **fields)
+        solver = make(1, spatial=halve, coarse_step=lp_jax.Rediscretize(lambda p: p), **fields)  # of no parameters
         decay = lambda y, layer: (1 - layer.dt) * y  # noqa: E731
         solution = lp_jax.solve(decay, None, y0, data=jnp.zeros(4), solver=solver, guess="zeros")
         return np.asarray(solution.stats.residual_norms)

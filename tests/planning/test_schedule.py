@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import math
 
+import jax.numpy as jnp
 import pytest
 from problems import INJECT
 from products import training_step as counted
@@ -113,14 +114,13 @@ def test_newton_by_hand():
 
 
 def test_newton_within_multigrid_is_read_from_the_program():
-    solver = lp_jax.MGRIT(coarsest=lp_jax.Newton(iterations=2), coarse_step=INJECT)
+    solver = lp_jax.MGRIT(coarsest=lp_jax.Newton(iterations=2), coarse_step=INJECT, c_weight=jnp.ones(()))
     assert training_step(solver, solver, 16).work("gradient") == 16
 
 
 @pytest.mark.parametrize("kind", [lp_jax.MGRIT, lp_jax.Picard, lp_jax.Newton, lp_jax.Serial])
 def test_a_fixed_effort_replaces_a_tolerance(kind):
-    loose = kind() if kind is lp_jax.Serial else kind(rtol=1e-3, atol=1e-6)
-    fixed = with_effort(loose, 7)
+    fixed = with_effort(kind() if kind is lp_jax.Serial else kind(rtol=1e-3, atol=1e-6), 7)
     assert type(fixed) is kind and not fixed.has_tolerance
     assert fixed.iterations == (0 if fixed.exact else 7) and fixed.exact == (kind is lp_jax.Serial)
 
