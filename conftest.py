@@ -21,7 +21,9 @@ _flags = os.environ.get("XLA_FLAGS", "")
 if "--xla_force_host_platform_device_count" not in _flags:
     os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8 {QUICK}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # many small programs that run once each
+os.environ.setdefault(
+    "JAX_DISABLE_MOST_OPTIMIZATIONS", "1"
+)  # many small programs that run once each
 os.environ.setdefault("MPLBACKEND", "Agg")
 # mpi4jax warns about any jax newer than itself; whether the two work together is what the tests find out.
 os.environ.setdefault("MPI4JAX_NO_WARN_JAX_VERSION", "1")
@@ -96,7 +98,11 @@ def free_promotion() -> Iterator[None]:
 @contextlib.contextmanager
 def jax_defaults() -> Iterator[None]:
     """JAX's settings as users have them: single precision, too."""
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         yield
 
 
@@ -142,6 +148,10 @@ def pytest_report_header() -> list[str]:
     lines = [f"jax {jax.__version__}, {jax.device_count()} {jax.default_backend()} devices"]
     for name in ("golden", "data"):
         variable, folder = _folder(name)
-        found = str(folder) if folder.is_dir() else f"MISSING, its tests will be skipped (set {variable})"
+        found = (
+            str(folder)
+            if folder.is_dir()
+            else f"MISSING, its tests will be skipped (set {variable})"
+        )
         lines.append(f"{name}: {found}")
     return lines

@@ -68,13 +68,21 @@ def draw(result: dict[str, Any]) -> Figure:
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.set_title("Layers at once beat lax.scan where they are many and small", loc="left", fontweight="bold")
-    axes.set_xlabel("time of loss and gradient, divided by that of lax.scan (rows: width, layers, batch)")
+    axes.set_title(
+        "Layers at once beat lax.scan where they are many and small", loc="left", fontweight="bold"
+    )
+    axes.set_xlabel(
+        "time of loss and gradient, divided by that of lax.scan (rows: width, layers, batch)"
+    )
     axes.legend(loc="upper right")
     return figure
 
 
-_SHOWN = {"1 at once": ("x", "tab:red"), "all at once": ("s", "tab:orange"), "auto": ("o", "tab:blue")}
+_SHOWN = {
+    "1 at once": ("x", "tab:red"),
+    "all at once": ("s", "tab:orange"),
+    "auto": ("o", "tab:blue"),
+}
 
 SUITE = Suite(
     name="at_once",

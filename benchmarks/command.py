@@ -38,8 +38,12 @@ class Suite:
     sizes: tuple[str, ...]  # what the parts of a row are
     rows: str  # what runs by default, as on the command line
     quick_rows: str  # what runs with ``--quick``
-    field: Callable[[Row, argparse.Namespace, Tell], Field]  # contenders, the baseline first, each called once
-    add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None  # adds the suite's own options
+    field: Callable[
+        [Row, argparse.Namespace, Tell], Field
+    ]  # contenders, the baseline first, each called once
+    add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: (
+        None
+    )  # adds the suite's own options
     row: Callable[[str], Row] = lambda text: two_numbers(text)  # reads a row from the command line
 
     def title_of(self, row: Row) -> str:
@@ -52,7 +56,9 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
     parser = _parser(suite)
     options = parser.parse_args(arguments)
     limit_jax_threads(options.threads)
-    jax.config.update("jax_enable_compilation_cache", False)  # what takes time to compile shall take it
+    jax.config.update(
+        "jax_enable_compilation_cache", False
+    )  # what takes time to compile shall take it
     folder = results_folder(parser, options)
     _warn_if_busy()
     settings = {k: v for k, v in vars(options).items() if k not in ("out", "rows", "add")}
@@ -68,7 +74,9 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
             paths = _run_row(suite, row, options, result, folder, progress)
     except KeyboardInterrupt as stopped:
         progress.clear()
-        kept = f"; the {len(result['rows'])} finished rows are in {folder}" if result["rows"] else ""
+        kept = (
+            f"; the {len(result['rows'])} finished rows are in {folder}" if result["rows"] else ""
+        )
         print(f"Stopped{kept}.", file=sys.stderr)
         return describe(stopped)[1]
     for left in result["left_out"]:
@@ -77,7 +85,9 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def bare_parser(name: str, about: str, examples: Sequence[tuple[str, str]]) -> argparse.ArgumentParser:
+def bare_parser(
+    name: str, about: str, examples: Sequence[tuple[str, str]]
+) -> argparse.ArgumentParser:
     """A parser whose help ends with calls, (arguments, what they do)."""
     width = max(len(arguments) for arguments, _ in examples)
     lines = [f"  lp-jax bench {name} {arguments:<{width}}  {what}" for arguments, what in examples]
@@ -89,11 +99,15 @@ def bare_parser(name: str, about: str, examples: Sequence[tuple[str, str]]) -> a
     )
 
 
-def common_parser(name: str, about: str, examples: Sequence[tuple[str, str]]) -> argparse.ArgumentParser:
+def common_parser(
+    name: str, about: str, examples: Sequence[tuple[str, str]]
+) -> argparse.ArgumentParser:
     """A parser with the options of every suite."""
     parser = bare_parser(name, about, examples)
     parser.add_argument(
-        "--quick", action="store_true", help="Run something tiny, to see that all works. Its results are kept apart."
+        "--quick",
+        action="store_true",
+        help="Run something tiny, to see that all works. Its results are kept apart.",
     )
     parser.add_argument(
         "--out",
@@ -104,8 +118,12 @@ def common_parser(name: str, about: str, examples: Sequence[tuple[str, str]]) ->
     return parser
 
 
-def results_folder(parser: argparse.ArgumentParser, options: argparse.Namespace, device: str | None = None) -> Path:
-    folder: Path = options.out or Path("runs", "bench-quick" if options.quick else "bench", device or device_slug())
+def results_folder(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, device: str | None = None
+) -> Path:
+    folder: Path = options.out or Path(
+        "runs", "bench-quick" if options.quick else "bench", device or device_slug()
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -114,7 +132,10 @@ def results_folder(parser: argparse.ArgumentParser, options: argparse.Namespace,
 
 
 def new_result(
-    name: str, title: str, arguments: Sequence[str] | None, settings: Mapping[str, Any] | None = None
+    name: str,
+    title: str,
+    arguments: Sequence[str] | None,
+    settings: Mapping[str, Any] | None = None,
 ) -> report.Result:
     """A result without rows. ``arguments`` are those of the command line, or None, as in a ``main``."""
     given = sys.argv[1:] if arguments is None else arguments
@@ -124,7 +145,12 @@ def new_result(
 
 
 def _run_row(
-    suite: Suite, row: Row, options: argparse.Namespace, result: report.Result, folder: Path, progress: "Progress"
+    suite: Suite,
+    row: Row,
+    options: argparse.Namespace,
+    result: report.Result,
+    folder: Path,
+    progress: "Progress",
 ) -> list[Path]:
     title = suite.title_of(row)
 
@@ -149,7 +175,8 @@ def _run_row(
     titles = [suite.title_of(suite.row(text)) for text in suite.rows.split()]
     kept = [row for row in result["rows"] if row["title"] != title]
     result["rows"] = sorted(
-        [*kept, new], key=lambda row: titles.index(row["title"]) if row["title"] in titles else len(titles)
+        [*kept, new],
+        key=lambda row: titles.index(row["title"]) if row["title"] in titles else len(titles),
     )
     for name, reason in field.left_out:
         if {"name": name, "reason": reason} not in result["left_out"]:
@@ -164,7 +191,9 @@ def _words(name: str, size: Any) -> str:
     return f"{size} {name}" if name.endswith("s") else f"{name} {size}"
 
 
-def add_only(parser: argparse.ArgumentParser, about: str, default: Sequence[str] | None = None) -> None:
+def add_only(
+    parser: argparse.ArgumentParser, about: str, default: Sequence[str] | None = None
+) -> None:
     """Add the option that `wanted` reads."""
     parser.add_argument("--only", nargs="+", metavar="TEXT", default=default, help=about)
 
@@ -183,7 +212,12 @@ def wanted(name: str, options: argparse.Namespace) -> bool:
 class Progress:
     """What goes on, as one line on a terminal; elsewhere as a line every few seconds."""
 
-    def __init__(self, stream: TextIO | None = None, every: float = 5.0, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        every: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.stream, self.every, self.clock = stream or sys.stderr, every, clock
         self.start = self._last = clock()
 
@@ -222,16 +256,35 @@ def _parser(suite: Suite) -> argparse.ArgumentParser:
     )
     add_only(parser, "Run only the baseline and contenders with one of these in their names.")
     parser.add_argument(
-        "--add", action="store_true", help="Keep the rows of an earlier result that are not measured now."
+        "--add",
+        action="store_true",
+        help="Keep the rows of an earlier result that are not measured now.",
     )
     for flag, kind, default, about in (
-        ("--rounds", positive, None, f"Number of interleaved rounds (default: 15; --quick: {LEAST_ROUNDS})."),
+        (
+            "--rounds",
+            positive,
+            None,
+            f"Number of interleaved rounds (default: 15; --quick: {LEAST_ROUNDS}).",
+        ),
         ("--warmup", positive, 2, "Number of calls before the first that counts (default: 2)."),
-        ("--min-time", _seconds, 0.05, "Seconds of a sample. Shorter calls are repeated within it (default: 0.05)."),
-        ("--budget", _seconds, 60.0, "Seconds per row after which all but the baseline sit out (default: 60)."),
+        (
+            "--min-time",
+            _seconds,
+            0.05,
+            "Seconds of a sample. Shorter calls are repeated within it (default: 0.05).",
+        ),
+        (
+            "--budget",
+            _seconds,
+            60.0,
+            "Seconds per row after which all but the baseline sit out (default: 60).",
+        ),
         ("--threads", positive, cores(), "Number of threads of JAX on a CPU (default: all cores)."),
     ):
-        parser.add_argument(flag, type=kind, metavar="N" if kind is positive else "S", default=default, help=about)
+        parser.add_argument(
+            flag, type=kind, metavar="N" if kind is positive else "S", default=default, help=about
+        )
     suite.add_options(parser)
     return parser
 
@@ -243,7 +296,9 @@ def two_numbers(text: str) -> Row:
     except ValueError:
         first = second = 0
     if first < 1 or second < 1:
-        raise argparse.ArgumentTypeError(f"a row is two whole numbers above 0, such as 4,64; got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"a row is two whole numbers above 0, such as 4,64; got {text!r}"
+        )
     return first, second
 
 
@@ -253,7 +308,11 @@ def network_row(networks: Iterable[str]) -> Callable[[str], Row]:
 
     def parse(text: str) -> Row:
         network, *sizes = text.split(",")
-        if network not in names or len(sizes) != 3 or not all(s.isdecimal() and int(s) > 0 for s in sizes):
+        if (
+            network not in names
+            or len(sizes) != 3
+            or not all(s.isdecimal() and int(s) > 0 for s in sizes)
+        ):
             raise argparse.ArgumentTypeError(
                 f"a row is {' or '.join(names)}, then width or channels, layers or time steps, and batch, such as "
                 f"{names[0]},4,256,50; got {text!r}"

@@ -20,9 +20,21 @@ from benchmarks.one_device import Entry
 BATCH = 32
 
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "2 levels, m = 4, Picard 1": {"levels": 2, "coarsening": 4, "coarse_step": lp_jax.Picard(sweeps=1)},
-    "2 levels, m = 16, Picard 1": {"levels": 2, "coarsening": 16, "coarse_step": lp_jax.Picard(sweeps=1)},
-    "3 levels, m = 4, injection": {"levels": 3, "coarsening": 4, "coarse_step": lp_jax.Rediscretize()},
+    "2 levels, m = 4, Picard 1": {
+        "levels": 2,
+        "coarsening": 4,
+        "coarse_step": lp_jax.Picard(sweeps=1),
+    },
+    "2 levels, m = 16, Picard 1": {
+        "levels": 2,
+        "coarsening": 16,
+        "coarse_step": lp_jax.Picard(sweeps=1),
+    },
+    "3 levels, m = 4, injection": {
+        "levels": 3,
+        "coarsening": 4,
+        "coarse_step": lp_jax.Rediscretize(),
+    },
 }
 
 PAIRS: dict[str, Pair] = {
@@ -39,7 +51,10 @@ PAIRS: dict[str, Pair] = {
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     layers, width = row
     network = networks.dense(width, layers, BATCH)
-    entries = [Entry("lax.scan", network), *(Entry(name, network, pair) for name, pair in PAIRS.items())]
+    entries = [
+        Entry("lax.scan", network),
+        *(Entry(name, network, pair) for name, pair in PAIRS.items()),
+    ]
     return one_device.field(entries, options, tell, updates=False)
 
 

@@ -55,12 +55,17 @@ _DECODER = {"layers": 16, "width": 64, "t1": 16.0, "batch_size": 16}
 _STACK = {"layers": 48, "width": 32, "t1": 48.0, "batch_size": 16}
 
 NETWORKS = [
-    *(Network(f"digits, dense, T = {t1}", "digits", "dense", 400, options={"t1": t1}) for t1 in (1.0, 4.0, 16.0)),
+    *(
+        Network(f"digits, dense, T = {t1}", "digits", "dense", 400, options={"t1": t1})
+        for t1 in (1.0, 4.0, 16.0)
+    ),
     Network("peaks, dense, T = 5", "peaks", "dense", 400),
     Network("MNIST, convolutions, T = 1", "mnist", "conv", 400, "mnist10k", {"width": 4}, 10),
     Network("GUM, encoder, T = 1", "gum", "transformer", 200, "gum", _ENCODER),
     Network("text, decoder, h = 1", "text", "transformer", 200, _GUM, _DECODER, 4),
-    Network("BasicMotions, implicit GRU", "timeseries", "gru", 240, "ucr", {"name": "BasicMotions"}),
+    Network(
+        "BasicMotions, implicit GRU", "timeseries", "gru", 240, "ucr", {"name": "BasicMotions"}
+    ),
     Network("GUM, pre-norm, 48 layers, h = 1", "gum", "transformer", TRAINED, "gum", _STACK, 16),
 ]
 
@@ -73,7 +78,9 @@ def experiments(data: Path | None, tell: Callable[[str], object]) -> Iterator[Ca
         tell(f"{network.name}: training")
         path = (data or Path()) / (network.data or "")
         made = experiment(
-            *prepare(network.problem, {"model": network.model, "data": path, "seed": 0} | network.options)
+            *prepare(
+                network.problem, {"model": network.model, "data": path, "seed": 0} | network.options
+            )
         )
         unseen = next(iter(made.batches(1000)))
         batch = jax.tree.map(lambda x, most=network.examples: x[:most], unseen)
@@ -84,7 +91,9 @@ def experiments(data: Path | None, tell: Callable[[str], object]) -> Iterator[Ca
         for count in (0, network.updates):
             for training_batch in itertools.islice(batches, count):
                 state, _ = step_fn(state, training_batch, *networks.SERIAL)
-            problem, cotangent = inner(made.model, jax.tree.map(jnp.copy, state.params), batch, made.task.measure)
+            problem, cotangent = inner(
+                made.model, jax.tree.map(jnp.copy, state.params), batch, made.task.measure
+            )
             yield network.name, f"{count} updates" if count else "at its start", problem, cotangent
 
 
@@ -106,12 +115,16 @@ def cells(tell: Callable[[str], object]) -> Iterator[Case]:
     yield from _classes("GRU, 2 units of 16, 256 steps", gru, 200)
     tell("ParaGRU: training")
     para = networks.NETWORKS["paragru"](16, 256, 32)
-    yield from _regression("ParaGRU of 16, 256 steps", para, para.x, rng.normal(size=para.target.shape), 200)
+    yield from _regression(
+        "ParaGRU of 16, 256 steps", para, para.x, rng.normal(size=para.target.shape), 200
+    )
     tell("ParaGRU: learning parity")
     yield from _parity("ParaGRU, parity of 128 bits")
 
 
-def _regression(name: str, network: networks.Network, x: Any, target: Any, updates: int) -> Iterator[Case]:
+def _regression(
+    name: str, network: networks.Network, x: Any, target: Any, updates: int
+) -> Iterator[Case]:
     network = dataclasses.replace(network, x=np.asarray(x), target=np.asarray(target, np.float32))
     yield from _classes(name, network, updates)
 
@@ -154,12 +167,16 @@ def _parity(name: str) -> Iterator[Case]:
 
     model = Counter(nnx.Rngs(0))
     model.cell.solver = nnx.static(lp_jax.Serial())
-    optimizer = nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-2)), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(
+        model, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-2)), wrt=nnx.Param
+    )
 
     @nnx.jit
     def update(model: Any, optimizer: Any, bits: jax.Array) -> None:
         def loss(model: Any) -> jax.Array:
-            return jnp.mean(optax.sigmoid_binary_cross_entropy(model(bits), jnp.cumsum(bits, axis=1) % 2))
+            return jnp.mean(
+                optax.sigmoid_binary_cross_entropy(model(bits), jnp.cumsum(bits, axis=1) % 2)
+            )
 
         optimizer.update(model, nnx.grad(loss)(model))
 
@@ -176,7 +193,9 @@ def chain(tell: Callable[[str], object]) -> Iterator[Case]:
     """MALA on the posterior of a logistic regression, 16 chains of 1,000 steps, with two step sizes."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(100, 4)), jnp.float32)
-    sign = jnp.asarray(np.sign(np.asarray(x) @ [1.0, -1.0, 0.5, 0.0] + rng.logistic(size=100)), jnp.float32)
+    sign = jnp.asarray(
+        np.sign(np.asarray(x) @ [1.0, -1.0, 0.5, 0.0] + rng.logistic(size=100)), jnp.float32
+    )
 
     def logp(w: jax.Array) -> jax.Array:
         return -jnp.sum(jax.nn.softplus(-sign * (x @ w))) - 0.5 * jnp.sum(w * w)
@@ -276,7 +295,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder, progress = results_folder(parser, options), Progress()
     result = new_result("diagnosis", "Iterations predicted and taken", arguments)
-    parts = [] if options.quick else [experiments(options.data, progress), blocks(progress), cells(progress)]
+    parts = (
+        []
+        if options.quick
+        else [experiments(options.data, progress), blocks(progress), cells(progress)]
+    )
     for case in itertools.chain(*parts, chain(progress)):
         if not wanted(case[0], options):
             continue

@@ -27,7 +27,15 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 import lp_jax
 from benchmarks import report
-from benchmarks.command import Progress, add_numbers, add_only, common_parser, new_result, results_folder, wanted
+from benchmarks.command import (
+    Progress,
+    add_numbers,
+    add_only,
+    common_parser,
+    new_result,
+    results_folder,
+    wanted,
+)
 from benchmarks.gpu_models import (
     MODELS,
     RECURRENT,
@@ -110,8 +118,12 @@ def scans(name: str, layers: int) -> dict[str, Scan]:
     if name == "blocks" and layers <= 64:
         found["written out"] = functools.partial(lax.scan, unroll=True)
     if name == "gru":
-        found["Newton, shared"] = functools.partial(lp_jax.scan, solver=Newton(jacobian="shared", rtol=1e-3))
-        found["sweeps, secant"] = functools.partial(lp_jax.scan, solver=Secant(sweeps=64, rtol=1e-3))
+        found["Newton, shared"] = functools.partial(
+            lp_jax.scan, solver=Newton(jacobian="shared", rtol=1e-3)
+        )
+        found["sweeps, secant"] = functools.partial(
+            lp_jax.scan, solver=Secant(sweeps=64, rtol=1e-3)
+        )
     return found
 
 
@@ -123,13 +135,21 @@ def taken(model: Model, x: Any) -> dict[str, Any]:
     return {"took": about, "predicted": default.seconds}
 
 
-def gradients(name: str, width: int, layers: int, batch: int, context: Context, dtype: Any = jnp.float32) -> Rows:
+def gradients(
+    name: str, width: int, layers: int, batch: int, context: Context, dtype: Any = jnp.float32
+) -> Rows:
     """Time loss and gradient by every scan, side by side; errors are relative to a scan in full float32."""
     model = MODELS[name](width, layers).astype(dtype)
     rng = np.random.default_rng(1)
     shape = (batch, layers, 1) if name in RECURRENT else (batch, 64)
-    x, labels = jnp.asarray(rng.normal(size=shape), jnp.float32), jnp.asarray(rng.integers(0, 10, batch))
-    weights, title = jax.tree.map(jnp.asarray, model.weights), f"{network(name, width, layers)}, {batch} examples"
+    x, labels = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32),
+        jnp.asarray(rng.integers(0, 10, batch)),
+    )
+    weights, title = (
+        jax.tree.map(jnp.asarray, model.weights),
+        f"{network(name, width, layers)}, {batch} examples",
+    )
     title += "" if dtype == jnp.float32 else f", {jnp.dtype(dtype).name}"
     programs = {}
     for each, scan in {**scans(name, layers), EXACT: UNROLLED}.items():
@@ -148,7 +168,9 @@ def gradients(name: str, width: int, layers: int, batch: int, context: Context, 
         out = program(weights, x, labels)
         errors[each] = relative_error(out[1], reference)
         codes[each] = [int(code) for code in out[2]] if len(out) > 2 else None
-        contenders.append(Contender(name=each, call=lambda program=program: program(weights, x, labels)))
+        contenders.append(
+            Contender(name=each, call=lambda program=program: program(weights, x, labels))
+        )
     if name == "gru" and dtype == jnp.float32 and layers <= OF_CUDNN and (other := cudnn()):
         contenders.append(Contender(name="cuDNN", call=other.gradient(model, x, labels)))
     for row in timed(title, contenders, context):
@@ -170,10 +192,23 @@ def timed(title: str, contenders: Sequence[Contender], context: Context) -> Rows
         begin = time.perf_counter()
         jax.block_until_ready(contender.call())
         row = IN_A_ROW if time.perf_counter() - begin < LONG else 1
-        rows.append((row, dataclasses.replace(contender, call=functools.partial(_in_a_row, contender.call, row))))
-    timings = measure([each for _, each in rows], rounds=5, min_time=0.02, budget=1.0, tell=context.tell)
+        rows.append(
+            (
+                row,
+                dataclasses.replace(
+                    contender, call=functools.partial(_in_a_row, contender.call, row)
+                ),
+            )
+        )
+    timings = measure(
+        [each for _, each in rows], rounds=5, min_time=0.02, budget=1.0, tell=context.tell
+    )
     for (row, contender), timing in zip(rows, timings, strict=True):
-        yield {"title": title, "name": contender.name, "seconds": spread([s / row for s in timing.seconds])}
+        yield {
+            "title": title,
+            "name": contender.name,
+            "seconds": spread([s / row for s in timing.seconds]),
+        }
 
 
 def _in_a_row(call: Callable[[], Any], number: int) -> Any:
@@ -185,14 +220,20 @@ def _compiled(lowered: Any, options: Mapping[str, Any] | None = None) -> tuple[A
     return lowered.compile(compiler_options=dict(options or {})), time.perf_counter() - start
 
 
-def training(title: str, name: str, model: Model, data: Data, limits: Limits, layers: int, context: Context) -> Rows:
+def training(
+    title: str, name: str, model: Model, data: Data, limits: Limits, layers: int, context: Context
+) -> Rows:
     """Train from the same weights, by the same batches, to an accuracy; only the updates count, not the evaluations."""
     x, labels, test_x, test_labels = map(jnp.asarray, data)
     if context.quick:
         limits = limits._replace(every=2, updates=2)
     rng = np.random.default_rng(2)
-    order = np.concatenate([rng.permutation(len(x)) for _ in range(-(-limits.updates * limits.batch // len(x)) + 1)])
-    batches = jnp.asarray(order[: limits.updates * limits.batch].reshape(limits.updates, limits.batch))
+    order = np.concatenate(
+        [rng.permutation(len(x)) for _ in range(-(-limits.updates * limits.batch // len(x)) + 1)]
+    )
+    batches = jnp.asarray(
+        order[: limits.updates * limits.batch].reshape(limits.updates, limits.batch)
+    )
     adam, programs = optax.adam(limits.rate), {}
     start = jax.tree.map(jnp.asarray, model.weights)
 
@@ -214,14 +255,22 @@ def training(title: str, name: str, model: Model, data: Data, limits: Limits, la
     state = start, adam.init(start)
     for each, scan in scans(name, layers).items():
         context.tell(f"{title}: {each}")
-        programs[each] = context.pool.submit(_compiled, update(scan).lower(state, batches[0], x, labels))
+        programs[each] = context.pool.submit(
+            _compiled, update(scan).lower(state, batches[0], x, labels)
+        )
     accuracy = _compiled(jax.jit(evaluate).lower(start, test_x, test_labels))[0]
     runs: dict[str, tuple[Callable[[], Any], float | None]] = {}
     ready = {each: future.result() for each, future in programs.items()}
     for each, (program, seconds) in ready.items():
-        runs[each] = functools.partial(_Ours, program, start, adam, x, labels, batches, accuracy, data), seconds
+        runs[each] = (
+            functools.partial(_Ours, program, start, adam, x, labels, batches, accuracy, data),
+            seconds,
+        )
     if name == "gru" and (other := cudnn()):
-        runs["cuDNN"] = functools.partial(other.Training, model, data, limits, np.asarray(batches)), None
+        runs["cuDNN"] = (
+            functools.partial(other.Training, model, data, limits, np.asarray(batches)),
+            None,
+        )
     for each, (make, seconds) in runs.items():
         context.tell(f"{title}: {each} trains")
         yield {
@@ -237,11 +286,22 @@ class _Ours:
     """A training by a compiled update; the arrays of its state are given away at each."""
 
     def __init__(
-        self, program: Any, start: Any, adam: Any, x: Any, labels: Any, batches: Any, accuracy: Any, data: Data
+        self,
+        program: Any,
+        start: Any,
+        adam: Any,
+        x: Any,
+        labels: Any,
+        batches: Any,
+        accuracy: Any,
+        data: Data,
     ):
         fresh = jax.tree.map(jnp.copy, start)
         self._program, self._state, self._rest = program, (fresh, adam.init(fresh)), (x, labels)
-        self._batches, self._accuracy = list(batches), lambda w: accuracy(w, data.test_x, data.test_labels)
+        self._batches, self._accuracy = (
+            list(batches),
+            lambda w: accuracy(w, data.test_x, data.test_labels),
+        )
         spare = jax.tree.map(jnp.copy, self._state)
         jax.block_until_ready(program(spare, self._batches[0], *self._rest))
 
@@ -298,7 +358,9 @@ def _blocks_training(context: Context) -> Rows:
     for layers in (context.size(64, 4), context.size(256, 8)):
         width, limits = context.size(256, 16), Limits(1e-4, 256, 20, 200, 15.0, 2.0)
         title = network("blocks", width, layers)
-        yield from training(title, "blocks", blocks(width, layers), digits(), limits, layers, context)
+        yield from training(
+            title, "blocks", blocks(width, layers), digits(), limits, layers, context
+        )
 
 
 def _recurrent_training(side: int) -> Task:
@@ -306,7 +368,9 @@ def _recurrent_training(side: int) -> Task:
         steps, limits = context.size(side**2, 16), Limits(3e-3, 64, 20, 400, 15.0, 0.9)
         data = in_time(digits(context.size(side, 4)))
         for name, model in (("gru", gru(64)), ("paragru", diagonal(nn.ParaGRU, 64))):
-            yield from training(network(name, 64, steps, "pixels"), name, model, data, limits, steps, context)
+            yield from training(
+                network(name, 64, steps, "pixels"), name, model, data, limits, steps, context
+            )
 
     return task
 
@@ -318,7 +382,9 @@ def _encoder_training(context: Context) -> Rows:
     data, sizes, classes = tagging(context.data, context.size(48, 8))
     limits = Limits(1e-3, 16, 20, 300, 20.0, 0.9)
     model = encoder(width, layers, sizes, classes)
-    yield from training(f"{network('encoder', width, layers)}, GUM", "encoder", model, data, limits, layers, context)
+    yield from training(
+        f"{network('encoder', width, layers)}, GUM", "encoder", model, data, limits, layers, context
+    )
 
 
 def _gradients(*rows: tuple[str, int, int, int], dtypes: Sequence[Any] = (jnp.float32,)) -> Task:
@@ -344,13 +410,24 @@ def _processor(context: Context) -> Rows:
     measured = {
         "kernel": _median(functools.partial(propagate, weights, y)) / layers / kernels,
         "flops": _rate(jax.jit(jnp.matmul), lambda n: (n, n), lambda n: 2 * n**3),
-        "bandwidth": _rate(jax.jit(jnp.add), lambda n: (n * n, 16), lambda n: 2 * 16 * n * n * 4),  # read and written
+        "bandwidth": _rate(
+            jax.jit(jnp.add), lambda n: (n * n, 16), lambda n: 2 * 16 * n * n * 4
+        ),  # read and written
     }
     for name, value in measured.items():
-        yield {"title": "the device", "name": name, "measured": value, "known": getattr(known, name)}
+        yield {
+            "title": "the device",
+            "name": name,
+            "measured": value,
+            "known": getattr(known, name),
+        }
 
 
-def _rate(call: Callable[..., jax.Array], shape: Callable[[int], tuple[int, int]], work: Callable[[int], int]) -> float:
+def _rate(
+    call: Callable[..., jax.Array],
+    shape: Callable[[int], tuple[int, int]],
+    work: Callable[[int], int],
+) -> float:
     """Work per second of ``call(x, x)``, with arrays so large that the start of the call does not count."""
     size, largest, long = 512, 8192, 2e-3
     while True:
@@ -373,11 +450,18 @@ def _here() -> tuple[str, str]:
 def _sweeps(context: Context) -> Rows:
     """Fixed numbers of sweeps; and what one product of a layer takes, for all layers at once and one after another."""
     for name, width, layers, batch in (("blocks", 256, 64, 256), ("dense", 64, 1024, 64)):
-        width, layers, batch = context.size(width, 4), context.size(layers, 4), context.size(batch, 2)
+        width, layers, batch = (
+            context.size(width, 4),
+            context.size(layers, 4),
+            context.size(batch, 2),
+        )
         for dtype in (jnp.float32, jnp.bfloat16):
             model, kind = MODELS[name](width, layers).astype(dtype), jnp.dtype(dtype).name
             x, labels = jnp.ones((batch, 64)), jnp.zeros(batch, jnp.int32)
-            weights, square = jax.tree.map(jnp.asarray, model.weights), jnp.ones((layers, width, width), dtype)
+            weights, square = (
+                jax.tree.map(jnp.asarray, model.weights),
+                jnp.ones((layers, width, width), dtype),
+            )
             one = square, jnp.ones((layers, batch, width), dtype)
             calls = {
                 f"products of all layers at once, {kind}": (jax.jit(jnp.matmul), (one[1], square)),
@@ -391,7 +475,9 @@ def _sweeps(context: Context) -> Rows:
                     jax.jit(jax.value_and_grad(model.loss(scan))),
                     given,
                 )
-            yield from _programs(f"fixed sweeps: {network(name, width, layers)}, {batch} examples", calls, context)
+            yield from _programs(
+                f"fixed sweeps: {network(name, width, layers)}, {batch} examples", calls, context
+            )
 
 
 def _in_turn(square: jax.Array, y: jax.Array) -> jax.Array:
@@ -399,7 +485,9 @@ def _in_turn(square: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _programs(title: str, calls: Mapping[str, tuple[Any, Any]], context: Context) -> Rows:
-    compiled = {name: context.pool.submit(_compiled, f.lower(*given)) for name, (f, given) in calls.items()}
+    compiled = {
+        name: context.pool.submit(_compiled, f.lower(*given)) for name, (f, given) in calls.items()
+    }
     return timed(
         title,
         [
@@ -417,7 +505,10 @@ def _sums(context: Context) -> Rows:
     calls = {
         "cumsum": (jax.jit(lambda x: jnp.cumsum(x, 0)), (x,)),
         "cumsum from the end": (jax.jit(lambda x: lax.cumsum(x, 0, reverse=True)), (x,)),
-        "cumsum of the reversed": (jax.jit(lambda x: jnp.flip(jnp.cumsum(jnp.flip(x, 0), 0), 0)), (x,)),
+        "cumsum of the reversed": (
+            jax.jit(lambda x: jnp.flip(jnp.cumsum(jnp.flip(x, 0), 0), 0)),
+            (x,),
+        ),
         "associative scan": (jax.jit(lambda x: lax.associative_scan(jnp.add, x)), (x,)),
         "copy": (jax.jit(lambda x: x + 1), (x,)),
     }
@@ -429,11 +520,15 @@ def _loops_in_graphs(context: Context) -> Rows:
     layers = context.size(1024, 8)
     model = dense(64, layers)
     given = jax.tree.map(jnp.asarray, model.weights), jnp.ones((64, 64)), jnp.zeros(64, jnp.int32)
-    options = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,WHILE"} if _here()[0] == "gpu" else {}
+    options = (
+        {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,WHILE"} if _here()[0] == "gpu" else {}
+    )
     contenders = []
     for name, scan in {"lax.scan, unroll=8": UNROLLED, "default": lp_jax.scan}.items():
         for title, more in ((name, {}), (f"{name}, loops in graphs", options)):
-            program, _ = _compiled(jax.jit(jax.value_and_grad(model.loss(scan))).lower(*given), more)
+            program, _ = _compiled(
+                jax.jit(jax.value_and_grad(model.loss(scan))).lower(*given), more
+            )
             contenders.append(Contender(name=title, call=functools.partial(program, *given)))
     yield from timed(f"loops in CUDA graphs: {network('dense', 64, layers)}", contenders, context)
 
@@ -483,16 +578,23 @@ def _name(row: dict[str, Any], first: dict[str, Any]) -> str:
 
 
 def _ratio(row: dict[str, Any], first: dict[str, Any]) -> str:
-    return report.number(_once(row) / _once(first), 3) if first["name"].startswith("lax.scan") else "–"
+    return (
+        report.number(_once(row) / _once(first), 3) if first["name"].startswith("lax.scan") else "–"
+    )
 
 
 _UNITS = {"kernel": "s", "flops": "1/s", "bandwidth": "bytes/s"}
 _TIMES: list[tuple[str, Callable[[dict[str, Any], dict[str, Any]], str]]] = [
     ("ratio", _ratio),
-    ("predicted ms", lambda row, _: report.number(1e3 * row["predicted"], 3) if "predicted" in row else "–"),
+    (
+        "predicted ms",
+        lambda row, _: report.number(1e3 * row["predicted"], 3) if "predicted" in row else "–",
+    ),
     ("compile s", lambda row, _: report.number(row.get("compile_seconds"))),
 ]
-COLUMNS: dict[str, tuple[str, list[tuple[str, Callable[[dict[str, Any], dict[str, Any]], str]]]]] = {
+COLUMNS: dict[
+    str, tuple[str, list[tuple[str, Callable[[dict[str, Any], dict[str, Any]], str]]]]
+] = {
     "curve": (
         "Trainings",
         [
@@ -509,7 +611,10 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, Callable[[dict[str, Any], dict[str
         [
             ("", _name),
             ("ms", lambda row, _: report.number(1e3 * _once(row), 3)),
-            ("IQR", lambda row, _: report.number(1e3 * (row["seconds"]["q3"] - row["seconds"]["q1"]))),
+            (
+                "IQR",
+                lambda row, _: report.number(1e3 * (row["seconds"]["q3"] - row["seconds"]["q1"])),
+            ),
             *_TIMES,
             ("error", lambda row, _: report.scientific(row.get("error"))),
             ("result", lambda row, _: ", ".join(map(str, row.get("codes") or "–"))),
@@ -549,18 +654,29 @@ def _by_title(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def table(result: dict[str, Any]) -> str:
     """A table for each title, without columns of dashes; trainings first."""
     parts = list(result.get("notes", []))
-    runs = {row["manifest"]["date"]: report.origin(row) for row in result["rows"] if "manifest" in row}
+    runs = {
+        row["manifest"]["date"]: report.origin(row) for row in result["rows"] if "manifest" in row
+    }
     for kind, (heading, columns) in COLUMNS.items():
         groups = _by_title(row for row in result["rows"] if kind in row)
         parts += [f"## {heading}"] * bool(groups)
         for rows in groups:
             lines = [[head, *(text(row, rows[0]) for row in rows)] for head, text in columns]
             shown = [line for line in lines if any(cell != "–" for cell in line[1:])]
-            parts += [f"### {rows[0]['title']}"] * (kind != "measured") + [report.pipes(list(zip(*shown, strict=True)))]
+            parts += [f"### {rows[0]['title']}"] * (kind != "measured") + [
+                report.pipes(list(zip(*shown, strict=True)))
+            ]
             for date in dict.fromkeys(row["manifest"]["date"] for row in rows if "manifest" in row):
                 parts.append(f"Run of {date[:16].replace('T', ' ')}, [below](#earlier-runs).")
-    parts += [LEGEND, *(f"Left out: {left['name']} ({left['reason']})." for left in result["left_out"])]
-    return report.page(result, *parts, *(["## Earlier runs", *(runs[date] for date in sorted(runs))] if runs else []))
+    parts += [
+        LEGEND,
+        *(f"Left out: {left['name']} ({left['reason']})." for left in result["left_out"]),
+    ]
+    return report.page(
+        result,
+        *parts,
+        *(["## Earlier runs", *(runs[date] for date in sorted(runs))] if runs else []),
+    )
 
 
 COLOURS = {
@@ -573,7 +689,10 @@ COLOURS = {
 }
 
 
-_BROAD: dict[str, Any] = {"linewidth": 5.0, "alpha": 0.35}  # below the default's line, which may lie on it
+_BROAD: dict[str, Any] = {
+    "linewidth": 5.0,
+    "alpha": 0.35,
+}  # below the default's line, which may lie on it
 _NARROW: dict[str, Any] = {"linewidth": 1.8, "marker": ".", "markersize": 5}
 
 
@@ -582,7 +701,9 @@ def draw(result: dict[str, Any]) -> Figure:
     trained = _by_title(row for row in result["rows"] if "curve" in row)
     columns, lines = min(4, len(trained)), -(-len(trained) // 4)
     about = f"Accuracy over seconds of training, one {result['manifest']['device']['kind']}"
-    figure = report.figure(result | {"title": about}, width=max(9, 4.8 * columns), height=1.7 + 3.3 * lines)
+    figure = report.figure(
+        result | {"title": about}, width=max(9, 4.8 * columns), height=1.7 + 3.3 * lines
+    )
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for number, panel in enumerate(panels.flat):
         if number >= len(trained):
@@ -591,7 +712,13 @@ def draw(result: dict[str, Any]) -> Figure:
         for row in trained[number]:
             _, seconds, _, accuracy = zip(*row["curve"], strict=True)
             look = _BROAD if row["name"].startswith("lax.scan") else _NARROW
-            panel.plot(seconds, [100 * x for x in accuracy], color=COLOURS[row["name"]], label=row["name"], **look)
+            panel.plot(
+                seconds,
+                [100 * x for x in accuracy],
+                color=COLOURS[row["name"]],
+                label=row["name"],
+                **look,
+            )
         report.dress(
             panel,
             title=trained[number][0]["title"],
@@ -604,25 +731,37 @@ def draw(result: dict[str, Any]) -> Figure:
         panel.xaxis.set_minor_locator(NullLocator())
     named = {line.get_label(): line for panel in panels.flat for line in panel.lines}
     shown = {name: named[name] for name in COLOURS if name in named}
-    figure.legend(shown.values(), shown, loc="outside lower right", ncols=6, fontsize=12, frameon=False)
+    figure.legend(
+        shown.values(), shown, loc="outside lower right", ncols=6, fontsize=12, frameon=False
+    )
     return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = common_parser("gpu", __doc__ or "", _EXAMPLES)
     add_only(parser, f"Run only tasks with one of these in their names: {', '.join(TASKS)}.")
-    add_numbers(parser, ("--seconds", SECONDS, f"Seconds within which tasks are begun (default: {SECONDS})."))
-    parser.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="Folder of GUM's files, for the encoder's training."
+    add_numbers(
+        parser,
+        ("--seconds", SECONDS, f"Seconds within which tasks are begun (default: {SECONDS})."),
     )
-    parser.add_argument("--fresh", action="store_true", help="Measure tasks again that the folder has results of.")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="Folder of GUM's files, for the encoder's training.",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="Measure tasks again that the folder has results of."
+    )
     options = parser.parse_args(arguments)
     folder, begin, progress = results_folder(parser, options), time.perf_counter(), Progress()
     settings = {"seconds": options.seconds, "device": _here()[1]}
     result = new_result("gpu", f"Trainings and gradients on one {_here()[1]}", arguments, settings)
     earlier = {"rows": []} if options.fresh else report.kept(folder, "gpu")
     done = {row["task"] for row in earlier["rows"] if row.get("last")}
-    result["rows"] = [{"manifest": earlier["manifest"], **row} for row in earlier["rows"] if row["task"] in done]
+    result["rows"] = [
+        {"manifest": earlier["manifest"], **row} for row in earlier["rows"] if row["task"] in done
+    ]
     with ThreadPoolExecutor(cores()) as pool:
         context = Context(options.quick, options.data, pool, progress)
         for name, (about, task) in TASKS.items():
@@ -630,7 +769,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name in done or not wanted(name, options):
                 continue
             if left < about and not options.quick:
-                result["left_out"].append({"name": name, "reason": f"takes some {about} s; {left:.0f} were left"})
+                result["left_out"].append(
+                    {"name": name, "reason": f"takes some {about} s; {left:.0f} were left"}
+                )
                 continue
             try:
                 for row in task(context):
@@ -639,7 +780,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     result["rows"].append({"task": name, **row})
                     _save(result, folder)
             except Exception as error:  # of one task: the others are worth their time
-                result["left_out"].append({"name": name, "reason": f"{type(error).__name__}: {error}"[:400]})
+                result["left_out"].append(
+                    {"name": name, "reason": f"{type(error).__name__}: {error}"[:400]}
+                )
                 continue
             if result["rows"] and result["rows"][-1]["task"] == name:
                 result["rows"][-1]["last"] = True
@@ -654,7 +797,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _save(result: dict[str, Any], folder: Path) -> None:
-    report.save(result, folder, draw if any("curve" in row for row in result["rows"]) else None, table)
+    report.save(
+        result, folder, draw if any("curve" in row for row in result["rows"]) else None, table
+    )
 
 
 _EXAMPLES = [

@@ -48,7 +48,9 @@ class Model:
 
     def astype(self, dtype: Any) -> "Model":
         """The same with weights of another dtype; inputs are cast to theirs."""
-        return dataclasses.replace(self, weights=jax.tree.map(lambda x: jnp.asarray(x, dtype), self.weights))
+        return dataclasses.replace(
+            self, weights=jax.tree.map(lambda x: jnp.asarray(x, dtype), self.weights)
+        )
 
 
 def _normal(rng: np.random.Generator, scale: float, *shape: int) -> np.ndarray:
@@ -60,14 +62,19 @@ def dense(width: int, layers: int, features: int = 64, classes: int = 10) -> Mod
     rng, h = np.random.default_rng(0), 1 / layers
     weights = {
         "enter": _normal(rng, features**-0.5, features, width),
-        "layers": (_normal(rng, width**-0.5, layers, width, width), np.zeros((layers, width), np.float32)),
+        "layers": (
+            _normal(rng, width**-0.5, layers, width, width),
+            np.zeros((layers, width), np.float32),
+        ),
         "leave": _normal(rng, width**-0.5, width, classes),
     }
 
     def body(y: jax.Array, p: Any) -> tuple[jax.Array, None]:
         return y + jnp.asarray(h, y.dtype) * jnp.tanh(y @ p[0] + p[1]), None
 
-    return Model(weights, lambda w, x: (body, x.astype(w["enter"].dtype) @ w["enter"], w["layers"]), _linear)
+    return Model(
+        weights, lambda w, x: (body, x.astype(w["enter"].dtype) @ w["enter"], w["layers"]), _linear
+    )
 
 
 def blocks(width: int, layers: int, features: int = 64, classes: int = 10) -> Model:
@@ -75,7 +82,10 @@ def blocks(width: int, layers: int, features: int = 64, classes: int = 10) -> Mo
     rng = np.random.default_rng(0)
     weights = {
         "enter": _normal(rng, features**-0.5, features, width),
-        "layers": (_normal(rng, width**-0.5, layers, 4, width, width), np.zeros((layers, 4, width), np.float32)),
+        "layers": (
+            _normal(rng, width**-0.5, layers, 4, width, width),
+            np.zeros((layers, 4, width), np.float32),
+        ),
         "leave": _normal(rng, width**-0.5, width, classes),
     }
 
@@ -87,13 +97,17 @@ def blocks(width: int, layers: int, features: int = 64, classes: int = 10) -> Mo
             x = jax.nn.swish(x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6))
         return y + x, None
 
-    return Model(weights, lambda w, x: (body, x.astype(w["enter"].dtype) @ w["enter"], w["layers"]), _linear)
+    return Model(
+        weights, lambda w, x: (body, x.astype(w["enter"].dtype) @ w["enter"], w["layers"]), _linear
+    )
 
 
 def encoder(width: int, layers: int, sizes: tuple[int, ...], classes: int) -> Model:
     """Pre-norm layers of a transformer with step 1/N, over embedded words: inputs ``(batch, words, columns)``."""
     rng = np.random.default_rng(0)
-    step, params = nn.stack(lambda rngs: nn.EncoderLayer(width, 4, depth=layers, rngs=rngs), layers, rngs=nnx.Rngs(0))
+    step, params = nn.stack(
+        lambda rngs: nn.EncoderLayer(width, 4, depth=layers, rngs=rngs), layers, rngs=nnx.Rngs(0)
+    )
     weights = {
         "enter": [_normal(rng, 0.5, size, width) for size in sizes],
         "layers": params,
@@ -123,7 +137,10 @@ def gru(units: int, features: int = 1, classes: int = 10) -> Model:
 
     def parts(weights: Any, x: jax.Array) -> tuple[Any, Any, Any]:
         def body(h: jax.Array, gates: jax.Array) -> tuple[jax.Array, None]:
-            (xr, xz, xn), (hr, hz, hn) = jnp.split(gates, 3, -1), jnp.split(h @ weights["state"], 3, -1)
+            (xr, xz, xn), (hr, hz, hn) = (
+                jnp.split(gates, 3, -1),
+                jnp.split(h @ weights["state"], 3, -1),
+            )
             z = jax.nn.sigmoid(xz + hz)
             return (1 - z) * jnp.tanh(xn + jax.nn.sigmoid(xr + hr) * hn) + z * h, None
 
@@ -136,14 +153,20 @@ def gru(units: int, features: int = 1, classes: int = 10) -> Model:
 def diagonal(kind: Any, units: int, features: int = 1, classes: int = 10) -> Model:
     """A cell whose numbers act on themselves alone: `nn.ParaGRU` or `nn.ParaLSTM`."""
     rng, cell = np.random.default_rng(0), kind(features, units, rngs=nnx.Rngs(0))
-    weights = {name: np.asarray(getattr(cell, name)[...]) for name in ("kernel", "bias", "recurrent")}
+    weights = {
+        name: np.asarray(getattr(cell, name)[...]) for name in ("kernel", "bias", "recurrent")
+    }
     weights["leave"] = _normal(rng, units**-0.5, units, classes)
 
     def parts(weights: Any, x: jax.Array) -> tuple[Any, Any, Any]:
         gates = x.astype(weights["bias"].dtype).swapaxes(0, 1) @ weights["kernel"] + weights["bias"]
         diagonals = tuple(weights["recurrent"][:, None])
         start = cell.start(len(x), gates.dtype)
-        return lambda y, x: (kind.step(y, x, diagonals), None), start, tuple(jnp.split(gates, 3, -1))
+        return (
+            lambda y, x: (kind.step(y, x, diagonals), None),
+            start,
+            tuple(jnp.split(gates, 3, -1)),
+        )
 
     return Model(weights, parts, lambda weights, y: kind.output(y) @ weights["leave"])
 
@@ -197,9 +220,15 @@ def digits(side: int = 8) -> Data:
     found = importlib.import_module("sklearn.datasets").load_digits()
     images = found.images.astype(np.float32) / 16
     if side != 8:
-        images = importlib.import_module("scipy.ndimage").zoom(images, (1, side / 8, side / 8), order=1)
+        images = importlib.import_module("scipy.ndimage").zoom(
+            images, (1, side / 8, side / 8), order=1
+        )
     at = np.random.default_rng(0).permutation(len(images))
-    x, labels, held = images.reshape(len(images), -1)[at], found.target.astype(np.int32)[at], len(at) // 5
+    x, labels, held = (
+        images.reshape(len(images), -1)[at],
+        found.target.astype(np.int32)[at],
+        len(at) // 5,
+    )
     return Data(x[held:], labels[held:], x[:held], labels[:held])
 
 

@@ -32,7 +32,10 @@ class Group:
         key = secrets.token_bytes(16)
         devices = workers if kind == "devices" else 1
         # after the caller's own: of two that contradict each other XLA takes the last
-        flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}"]
+        flags = [
+            os.environ.get("XLA_FLAGS", ""),
+            f"--xla_force_host_platform_device_count={devices}",
+        ]
         if kind in ("devices", "ranks"):
             flags.append("--xla_cpu_multi_thread_eigen=false")
         environment = os.environ | {
@@ -48,7 +51,9 @@ class Group:
             program = [sys.executable, "-m", "benchmarks.worker", kind, str(listener.address[1])]
             count = workers if kind == "ranks" else 1
             if kind == "ranks":
-                root = ["--allow-run-as-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+                root = (
+                    ["--allow-run-as-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+                )
                 program = [str(launcher()), *root, "--oversubscribe", "-n", str(count), *program]
             self._process = subprocess.Popen(program, env=environment, stdout=subprocess.DEVNULL)
             connections = {}
@@ -58,10 +63,14 @@ class Group:
                 connections[number] = connection
         self._connections = [connections[i] for i in range(count)]
 
-    def build(self, name: str, row: Row, quick: bool, convolution: str) -> tuple[list[np.ndarray], dict[str, Any]]:
+    def build(
+        self, name: str, row: Row, quick: bool, convolution: str
+    ) -> tuple[list[np.ndarray], dict[str, Any]]:
         """Make a contender; the gradient of all layers, and facts."""
         answers = self._ask("build", name, row, quick, convolution)
-        gradients = [np.concatenate(leaves) for leaves in zip(*(g for g, _ in answers), strict=True)]
+        gradients = [
+            np.concatenate(leaves) for leaves in zip(*(g for g, _ in answers), strict=True)
+        ]
         return gradients, dict(answers[0][1])
 
     def time(self, name: str, calls: int) -> tuple[float, float]:
@@ -104,7 +113,9 @@ class Group:
         try:
             return connection.recv()
         except EOFError:
-            raise RuntimeError(f"a process of {self.kind} has ended; its message is above.") from None
+            raise RuntimeError(
+                f"a process of {self.kind} has ended; its message is above."
+            ) from None
 
     def _accept(self, listener: Listener) -> Connection:
         end = time.monotonic() + _PATIENCE
@@ -125,7 +136,9 @@ class Group:
 
 def launcher() -> str | None:
     """The mpirun of this environment, or of the system."""
-    return shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    return shutil.which(
+        "mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    )
 
 
 def why_no_mpi() -> str | None:

@@ -131,7 +131,9 @@ def spread(samples: Sequence[float]) -> dict[str, float]:
 def ratios(timing: Timing, baseline: Timing) -> list[float]:
     """Time over the baseline's time of the same round, for the rounds that both were in."""
     seconds = dict(zip(baseline.rounds, baseline.seconds, strict=True))
-    return [s / seconds[r] for r, s in zip(timing.rounds, timing.seconds, strict=True) if r in seconds]
+    return [
+        s / seconds[r] for r, s in zip(timing.rounds, timing.seconds, strict=True) if r in seconds
+    ]
 
 
 def summary(contenders: Sequence[Contender], timings: Sequence[Timing]) -> list[dict[str, Any]]:
@@ -169,11 +171,17 @@ def compile_program(
     end = time.perf_counter()
     memory = compiled.memory_analysis()
     temporary = None if memory is None else memory.temp_size_in_bytes
-    return compiled, {"trace_seconds": traced - start, "compile_seconds": end - traced, "temporary_bytes": temporary}
+    return compiled, {
+        "trace_seconds": traced - start,
+        "compile_seconds": end - traced,
+        "temporary_bytes": temporary,
+    }
 
 
 def relative_error(a: Any, exact: Any) -> float:
     """Relative 2-norm error of a pytree, summed up in float64."""
     pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(exact), strict=True))
     wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
-    return math.sqrt(sum(np.sum((x - y) ** 2) for x, y in wide) / sum(np.sum(y**2) for _, y in wide))
+    return math.sqrt(
+        sum(np.sum((x - y) ** 2) for x, y in wide) / sum(np.sum(y**2) for _, y in wide)
+    )

@@ -16,10 +16,31 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-_BYTES = {"f64": 8, "s64": 8, "u64": 8, "c64": 8, "f32": 4, "s32": 4, "u32": 4, "f16": 2, "bf16": 2, "s16": 2, "u16": 2}
+_BYTES = {
+    "f64": 8,
+    "s64": 8,
+    "u64": 8,
+    "c64": 8,
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+    "f16": 2,
+    "bf16": 2,
+    "s16": 2,
+    "u16": 2,
+}
 _BYTES |= {"s8": 1, "u8": 1, "pred": 1, "c128": 16, "f8e4m3fn": 1, "f8e5m2": 1}
 _ARRAY = re.compile(rf"\b({'|'.join(_BYTES)})\[([\d,]*)\]")
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id"}
+_FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "opt-barrier",
+    "partition-id",
+}
 _SLICES = {"slice", "dynamic-slice", "gather"}
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
@@ -59,7 +80,9 @@ class Instruction:
     @property
     def nbytes(self) -> int:
         """Bytes of its result."""
-        return sum(_BYTES[dtype] * math.prod(_sizes(sizes)) for dtype, sizes in _ARRAY.findall(self.type))
+        return sum(
+            _BYTES[dtype] * math.prod(_sizes(sizes)) for dtype, sizes in _ARRAY.findall(self.type)
+        )
 
     def attribute(self, name: str) -> str:
         """What stands after ``name=`` within braces, or the name after its percent sign."""
@@ -141,9 +164,15 @@ class Program:
         self.computations, entry = _parse(text)
         self.kernels: list[Kernel] = []
         self.loops: list[Loop] = []
-        self.overlaps: list[tuple[str, int]] = []  # collectives, and the kernels between their start and their end
+        self.overlaps: list[
+            tuple[str, int]
+        ] = []  # collectives, and the kernels between their start and their end
         self._walk(entry, 1)
-        self.launches = None if launch_list is None else _launches(launch_list, [loop.trips for loop in self.loops])
+        self.launches = (
+            None
+            if launch_list is None
+            else _launches(launch_list, [loop.trips for loop in self.loops])
+        )
 
     @property
     def launched(self) -> int:
@@ -169,14 +198,20 @@ class Program:
 
     def products(self) -> Mapping[tuple[int, ...], int]:
         """How often each (batch, rows, columns, terms) is multiplied."""
-        return _counted((product, kernel.times) for kernel in self.kernels for product in kernel.products)
+        return _counted(
+            (product, kernel.times) for kernel in self.kernels for product in kernel.products
+        )
 
     def collectives(self) -> Mapping[str, int]:
         """Messages of each kind."""
         return {kind: times for kind, times in self.kinds().items() if kind in COLLECTIVES}
 
     def scatters(self) -> int:
-        return sum(one.operation == "scatter" for body in self.computations.values() for one in body.values())
+        return sum(
+            one.operation == "scatter"
+            for body in self.computations.values()
+            for one in body.values()
+        )
 
     def seconds(self, target: Target) -> float:
         """By the model: a kernel takes its launch, its bytes and its products; one after another."""
@@ -186,7 +221,9 @@ class Program:
 
     def dearest(self, target: Target, count: int) -> Sequence[Kernel]:
         """The kernels that take longest, by the model."""
-        return sorted(self.kernels, key=lambda one: one.times * one.seconds(target), reverse=True)[:count]
+        return sorted(self.kernels, key=lambda one: one.times * one.seconds(target), reverse=True)[
+            :count
+        ]
 
     def _walk(self, name: str, times: int) -> None:
         body = self.computations[name]
@@ -207,10 +244,15 @@ class Program:
                 self.kernels.append(self._kernel(body, one, name, times))
         names = list(body)
         for one in body.values():
-            if one.operation.endswith("-start") and one.operation.removesuffix("-start") in COLLECTIVES:
+            if (
+                one.operation.endswith("-start")
+                and one.operation.removesuffix("-start") in COLLECTIVES
+            ):
                 done = next((other for other in body.values() if one.name in other.operands), one)
                 between = names[names.index(one.name) + 1 : names.index(done.name)]
-                self.overlaps.append((one.operation.removesuffix("-start"), sum(map(self._computes(body), between))))
+                self.overlaps.append(
+                    (one.operation.removesuffix("-start"), sum(map(self._computes(body), between)))
+                )
 
     def _computes(self, body: Computation) -> Any:
         return lambda name: body[name].operation == "fusion"
@@ -218,7 +260,12 @@ class Program:
     def _kernel(self, body: Computation, one: Instruction, where: str, times: int) -> Kernel:
         distinct = {body.source(operand) for operand in one.operands if operand in body}
         read = sum(body[operand].nbytes for operand in distinct)
-        kind, nbytes, flops, products = one.operation.removesuffix("-start"), read + one.nbytes, 0.0, ()
+        kind, nbytes, flops, products = (
+            one.operation.removesuffix("-start"),
+            read + one.nbytes,
+            0.0,
+            (),
+        )
         if one.operation == "fusion":
             inner = self.computations[one.attribute("calls")]
             kind, flops, products = _what(inner, one)
@@ -268,7 +315,9 @@ def _parse(text: str) -> tuple[dict[str, Computation], str]:
             if match:
                 root, name, kind, operation, rest = match.groups()
                 end = _closing(rest)
-                computations[current][name] = Instruction(name, kind, operation, rest[:end], rest[end:], bool(root))
+                computations[current][name] = Instruction(
+                    name, kind, operation, rest[:end], rest[end:], bool(root)
+                )
     return computations, entry
 
 
@@ -289,7 +338,9 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _product(body: Computation, dot: Instruction) -> tuple[int, ...]:
     """Batch, rows, columns and terms of a product."""
     left, right = (body[operand].shape for operand in dot.operands[:2])
-    batches, terms = (_sizes(dot.attribute(f"lhs_{kind}_dims")) for kind in ("batch", "contracting"))
+    batches, terms = (
+        _sizes(dot.attribute(f"lhs_{kind}_dims")) for kind in ("batch", "contracting")
+    )
     batch, summed = (math.prod(left[i] for i in axes) for axes in (batches, terms))
     rows, columns = math.prod(left) // (batch * summed), math.prod(right) // (batch * summed)
     return batch, rows, columns, summed
@@ -299,12 +350,18 @@ def _flops(products: Sequence[tuple[int, ...]]) -> float:
     return 2.0 * sum(math.prod(product) for product in products)
 
 
-def _what(inner: Computation, fusion: Instruction) -> tuple[str, float, tuple[tuple[int, ...], ...]]:
+def _what(
+    inner: Computation, fusion: Instruction
+) -> tuple[str, float, tuple[tuple[int, ...], ...]]:
     """Kind, flops and products of a fused kernel."""
     products = tuple(_product(inner, one) for one in inner.values() if one.operation == "dot")
     operations = {one.operation for one in inner.values()} - _FREE
     moves = _SLICES | {"copy", "transpose", "reshape", "broadcast", "pad", "concatenate"}
-    moves |= {"compare", "add", "select", "subtract", "clamp", "convert"} if "dynamic-slice" in operations else set()
+    moves |= (
+        {"compare", "add", "select", "subtract", "clamp", "convert"}
+        if "dynamic-slice" in operations
+        else set()
+    )
     if products:
         kind = "product"
     elif operations <= moves and operations & _SLICES and "dynamic-update-slice" not in operations:
@@ -353,7 +410,12 @@ def _asks(one: Instruction, size: int, part: float) -> float:
     return part * (math.prod(one.shape) if one.operation in _SLICES else size)
 
 
-_NO_LAUNCH = {"AsyncStart", "AsyncDone", "PartitionId", "ReplicaId"}  # what is started is in a line of its own
+_NO_LAUNCH = {
+    "AsyncStart",
+    "AsyncDone",
+    "PartitionId",
+    "ReplicaId",
+}  # what is started is in a line of its own
 
 
 def _launches(text: str, trips: Sequence[int | None]) -> Launches:

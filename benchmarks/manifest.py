@@ -74,7 +74,9 @@ def _source() -> dict[str, Any]:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            ["git", *arguments], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
@@ -94,7 +96,9 @@ def _version(package: str) -> str | None:
 
 def _processor() -> str:
     try:
-        model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        model = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
     except OSError:
         model = None
     return model.group(1) if model else platform.processor() or platform.machine()

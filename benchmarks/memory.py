@@ -29,13 +29,20 @@ def contenders(layers: int) -> dict[str, Pair | None]:
         "Serial, checkpoints": (checkpointed, checkpointed),
         "global Picard, 3/2": (lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2)),
     }
-    kinds: dict[str, Any] = {"Picard 1": lp_jax.Picard(sweeps=1), "injection": lp_jax.Rediscretize()}
+    kinds: dict[str, Any] = {
+        "Picard 1": lp_jax.Picard(sweeps=1),
+        "injection": lp_jax.Rediscretize(),
+    }
     stored = {"one state per interval": "c_points", "all states": "all"}
     mapped = {"looped": 1, "batched": math.inf}
     for kind, kept, how in itertools.product(kinds, stored, mapped):
         forward, adjoint = (
             lp_jax.MGRIT(
-                coarsening=16, iterations=k, coarse_step=kinds[kind], storage=stored[kept], at_once=mapped[how]
+                coarsening=16,
+                iterations=k,
+                coarse_step=kinds[kind],
+                storage=stored[kept],
+                at_once=mapped[how],
             )
             for k in (2, 1)
         )
@@ -46,10 +53,13 @@ def contenders(layers: int) -> dict[str, Pair | None]:
 def bytes_of(network: Network, solvers: Pair | None) -> dict[str, int]:
     """What the compiled gradient of the layers keeps besides its arguments and results, and what these are."""
     arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (network.weights, network.x, network.target)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        (network.weights, network.x, network.target),
     )
     loss = network.loss(solvers)
-    program = jax.jit(jax.value_and_grad(lambda *given: loss(*given)[0])).lower(*arguments).compile()
+    program = (
+        jax.jit(jax.value_and_grad(lambda *given: loss(*given)[0])).lower(*arguments).compile()
+    )
     analysis = program.memory_analysis()
     assert analysis is not None
     return {
@@ -76,12 +86,16 @@ def table(result: dict[str, Any]) -> str:
     lengths = [f"{n} layers, MB" for n in sorted({row["layers"] for row in rows})]
     capacity = settings["capacity"]
     cells = [["", *lengths, "× lax.scan", "bytes per layer", f"layers in {capacity / 2**30:g} GiB"]]
-    by_name = {row["name"]: [other for other in rows if other["name"] == row["name"]] for row in rows}
+    by_name = {
+        row["name"]: [other for other in rows if other["name"] == row["name"]] for row in rows
+    }
     base = by_name["lax.scan"][-1]["temporary_bytes"]
     for name, here in by_name.items():
         megabytes = [report.number(row["temporary_bytes"] / 1e6, 3) for row in here]
         multiple = report.number(here[-1]["temporary_bytes"] / base, 2)
-        cells.append([name, *megabytes, multiple, f"{growth(here):,.0f}", f"{longest(here, capacity):,.0f}"])
+        cells.append(
+            [name, *megabytes, multiple, f"{growth(here):,.0f}", f"{longest(here, capacity):,.0f}"]
+        )
     about = (
         f"Width {settings['width']}, batch {settings['batch']}, float32. Temporary memory of loss and gradient; bytes per layer "
         "and longest network with parameters and gradient, which the compiler counts as arguments and results."
@@ -89,18 +103,31 @@ def table(result: dict[str, Any]) -> str:
     return report.page(result, about, report.pipes(cells))
 
 
-EXAMPLES = [("", "the whole table"), ("--layers 64 128 --width 16", "two lengths of a narrow network")]
+EXAMPLES = [
+    ("", "the whole table"),
+    ("--layers 64 128 --width 16", "two lengths of a narrow network"),
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = common_parser("memory", __doc__ or "", EXAMPLES)
     parser.add_argument(
-        "--layers", nargs="+", type=int, metavar="N", help=f"Numbers of layers, two or more (default: {LAYERS})."
+        "--layers",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help=f"Numbers of layers, two or more (default: {LAYERS}).",
     )
-    about = ("--width", 64, "Width of the state (default: 64)."), ("--batch", 32, "Number of examples (default: 32).")
+    about = (
+        ("--width", 64, "Width of the state (default: 64)."),
+        ("--batch", 32, "Number of examples (default: 32)."),
+    )
     add_numbers(parser, *about)
     parser.add_argument(
-        "--capacity", type=float, metavar="GIB", help="Memory to fill, in GiB (default: the device's, 16 on a CPU)."
+        "--capacity",
+        type=float,
+        metavar="GIB",
+        help="Memory to fill, in GiB (default: the device's, 16 on a CPU).",
     )
     options = parser.parse_args(arguments)
     lengths = sorted(options.layers or (QUICK if options.quick else LAYERS))
@@ -119,7 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append({"name": name, "layers": layers, **nbytes, "total": sum(nbytes.values())})
     progress.clear()
     settings = {"width": options.width, "batch": options.batch, "capacity": capacity}
-    result = new_result("memory", "Memory of loss and gradient of a dense ResNet", arguments, settings)
+    result = new_result(
+        "memory", "Memory of loss and gradient of a dense ResNet", arguments, settings
+    )
     result["rows"] = rows
     report.save(result, folder, text=table)
     print(table(result))

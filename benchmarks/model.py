@@ -73,11 +73,17 @@ def _workers(name: str) -> tuple[str, int]:
     return (match[1], int(match[2])) if match else (name, 1)
 
 
-def _predictor(suite: str, sizes: tuple[str, int, int, int], setting: str, workers: int) -> Predict | None:
+def _predictor(
+    suite: str, sizes: tuple[str, int, int, int], setting: str, workers: int
+) -> Predict | None:
     """What predicts the seconds; None for what is no setting of the suite, or takes an effort that depends on the problem."""
     network, _, layers, _ = sizes
     if suite == "ranks":
-        return solved(SETTINGS[setting](layers, workers), layers, workers) if setting in SETTINGS else None
+        return (
+            solved(SETTINGS[setting](layers, workers), layers, workers)
+            if setting in SETTINGS
+            else None
+        )
     pairs = dense.PAIRS if suite == "dense" else single.pairs(network, layers)
     pair = pairs.get(setting)
     return None if pair is None or any(s.has_tolerance for s in pair) else solved(pair, layers)
@@ -119,11 +125,16 @@ class Machines:
             self._tell(f"a share of the layers on each of {workers} {kind}")
             one.gradients(_SHARE, share, 1)
             group.gradients(_SHARE, share, devices)
-            contenders = [Contender(name=_SHARE, elsewhere=functools.partial(g.time, _SHARE)) for g in (one, group)]
+            contenders = [
+                Contender(name=_SHARE, elsewhere=functools.partial(g.time, _SHARE))
+                for g in (one, group)
+            ]
             alone, together = measure(contenders, rounds=15, warmup=2, min_time=0.05, budget=10.0)
             if (kind, workers) not in _WIRES:
                 self._tell(f"messages between {kind}")
-                _WIRES[kind, workers] = group.wires(**({"sizes": (1 << 8, 1 << 16)} if self._quick else {}))
+                _WIRES[kind, workers] = group.wires(
+                    **({"sizes": (1 << 8, 1 << 16)} if self._quick else {})
+                )
         wires = _WIRES[kind, workers]
         return slowed(self.alone(), float(np.median(ratios(together, alone))), wires)
 
@@ -136,7 +147,9 @@ def read(path: Path) -> dict[str, planning.Machine]:
     """The machines of a file, by name; none where there is no file."""
     stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {
-        name: planning.Machine(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        name: planning.Machine(
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        )
         for name, fields in stored.items()
     }
 
@@ -144,7 +157,9 @@ def read(path: Path) -> dict[str, planning.Machine]:
 def write(path: Path, machines: dict[str, planning.Machine]) -> None:
     lines = []
     for name, machine in machines.items():
-        fields = {k: v for k, v in dataclasses.asdict(machine).items() if v is not None and v != math.inf}
+        fields = {
+            k: v for k, v in dataclasses.asdict(machine).items() if v is not None and v != math.inf
+        }
         lines.append(f"{json.dumps(name)}: {json.dumps(fields)}")
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
@@ -154,16 +169,22 @@ def _group(kind: str, threads: int, workers: int) -> Any:
 
 
 _SHARE = "a share of the layers"
-_WIRES: dict[tuple[str, int], dict[str, float]] = {}  # between so many workers of a kind, measured once
+_WIRES: dict[
+    tuple[str, int], dict[str, float]
+] = {}  # between so many workers of a kind, measured once
 
 
 def slowed(machine: planning.Machine, by: float, wires: dict[str, float]) -> planning.Machine:
     """All that it computes takes so many times as long."""
-    scaled: dict[str, Any] = {name: tuple(x * by for x in getattr(machine, name)) for name in machine.kinds}
+    scaled: dict[str, Any] = {
+        name: tuple(x * by for x in getattr(machine, name)) for name in machine.kinds
+    }
     return dataclasses.replace(machine, **scaled | wires)
 
 
-def predicted(alone: planning.Machine, machine: planning.Machine, seconds: Predict, layers: int) -> float | None:
+def predicted(
+    alone: planning.Machine, machine: planning.Machine, seconds: Predict, layers: int
+) -> float | None:
     """The ratio to serial propagation alone; None for what the cost model does not know."""
     try:
         return seconds(machine) / solved(SERIAL, layers)(alone)
@@ -177,7 +198,9 @@ def compared(row: Measured, machines: Machines) -> list[dict[str, Any]]:
         machine = machines.of(workers, "ranks" if name.endswith("ranks") else "devices")
         said = predicted(machines.alone(), machine, seconds, row.sizes[2])
         if said is not None:
-            predictions.append({"name": name, "workers": workers, "measured": ratio, "predicted": said})
+            predictions.append(
+                {"name": name, "workers": workers, "measured": ratio, "predicted": said}
+            )
     return predictions
 
 
@@ -221,7 +244,9 @@ def draw(result: report.Result) -> Figure:
             label = f"{network}, {'two workers' if many else 'one'}" if here else None
             x, y = ([c[key] for c in here] for key in ("measured", "predicted"))
             ax.plot(x, y, marker, color=f"C{number}", alpha=0.75, markersize=8, label=label)
-    ends = np.array([0.8 * min(c["measured"] for _, c in points), 1.2 * max(c["measured"] for _, c in points)])
+    ends = np.array(
+        [0.8 * min(c["measured"] for _, c in points), 1.2 * max(c["measured"] for _, c in points)]
+    )
     ax.plot(ends, ends, color=report.INK, linewidth=1)
     band: dict[str, Any] = {"color": report.FAINT, "zorder": 0, "label": f"within {_CLOSE:.0%}"}
     ax.fill_between(ends, ends / (1 + _CLOSE), ends * (1 + _CLOSE), **band)
@@ -230,7 +255,12 @@ def draw(result: report.Result) -> Figure:
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("{x:g}")
     ax.legend(fontsize=11, frameon=False, loc="upper left")
-    report.dress(ax, x="measured: times serial propagation", y="predicted", title="Every solver of every committed row")
+    report.dress(
+        ax,
+        x="measured: times serial propagation",
+        y="predicted",
+        title="Every solver of every committed row",
+    )
     return fig
 
 
@@ -240,20 +270,31 @@ def text(result: report.Result) -> str:
 
 EXAMPLES = [
     ("--results benchmarks/results/cpu", "all rows that are kept; half an hour"),
-    ("--results benchmarks/results/cpu --suites dense --kept", "one suite, from the machines that are kept"),
+    (
+        "--results benchmarks/results/cpu --suites dense --kept",
+        "one suite, from the machines that are kept",
+    ),
 ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = common_parser("model", __doc__ or "", EXAMPLES)
     parser.add_argument(
-        "--suites", nargs="+", metavar="NAME", help="Suites whose results are predicted (default: all)."
+        "--suites",
+        nargs="+",
+        metavar="NAME",
+        help="Suites whose results are predicted (default: all).",
     )
     parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", help="Folder with the measured results (default: that of --out)."
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        help="Folder with the measured results (default: that of --out).",
     )
     parser.add_argument(
-        "--kept", action="store_true", help="Use the machines in the folder, and calibrate only the others."
+        "--kept",
+        action="store_true",
+        help="Use the machines in the folder, and calibrate only the others.",
     )
     options = parser.parse_args(arguments)
     out = results_folder(parser, options)
@@ -261,12 +302,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = list(measured(folder))
     if reason := why_no_mpi():
         print(f"Left out: ranks ({reason}).")
-        wanted = [row._replace(ratios=[r for r in row.ratios if not r[0].endswith("ranks")]) for row in wanted]
+        wanted = [
+            row._replace(ratios=[r for r in row.ratios if not r[0].endswith("ranks")])
+            for row in wanted
+        ]
     wanted = [row for row in wanted if row.ratios]
     wanted = [row for row in wanted if not options.suites or row.suite in options.suites]
     wanted = wanted[:1] if options.quick else wanted
     if not wanted:
-        parser.error(f"no result in {folder} has a row that can be predicted. Run another suite first.")
+        parser.error(
+            f"no result in {folder} has a row that can be predicted. Run another suite first."
+        )
     progress, result = Progress(), new_result("model", "Predicted and measured", arguments)
     result["rows"] = report.kept(out, "model")["rows"]
     for row in wanted:
@@ -274,8 +320,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell = lambda text, of=title: progress(f"{of}: {text}")  # noqa: E731
         machines = Machines(row, out / "machines.json", options.kept, options.quick, tell)
         predictions = compared(row, machines)
-        new = {"suite": row.suite, "sizes": list(row.sizes), "threads": row.threads, "contenders": predictions}
-        others = [r for r in result["rows"] if (r["suite"], r["sizes"]) != (new["suite"], new["sizes"])]
+        new = {
+            "suite": row.suite,
+            "sizes": list(row.sizes),
+            "threads": row.threads,
+            "contenders": predictions,
+        }
+        others = [
+            r for r in result["rows"] if (r["suite"], r["sizes"]) != (new["suite"], new["sizes"])
+        ]
         result["rows"] = [*others, new]
         report.save(result, out, draw, text)
     progress.clear()

@@ -52,11 +52,19 @@ class Network:
     weights: Weights
     x: np.ndarray  # the inputs, examples first
     target: np.ndarray  # what the loss compares with
-    problem: Callable[..., dict[str, Any]]  # ``problem(weights, x, solvers, comm)``: arguments of `lp_jax.solve`
-    scan: Callable[..., Any]  # ``scan(weights, x, unroll=1)``: the last state, as one writes it by hand
-    measure: Callable[[Any, Any, jax.Array], jax.Array]  # ``measure(closing, y1, target)``: the loss
+    problem: Callable[
+        ..., dict[str, Any]
+    ]  # ``problem(weights, x, solvers, comm)``: arguments of `lp_jax.solve`
+    scan: Callable[
+        ..., Any
+    ]  # ``scan(weights, x, unroll=1)``: the last state, as one writes it by hand
+    measure: Callable[
+        [Any, Any, jax.Array], jax.Array
+    ]  # ``measure(closing, y1, target)``: the loss
 
-    def loss(self, solvers: Pair | None = None, comm: Any = None) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def loss(
+        self, solvers: Pair | None = None, comm: Any = None
+    ) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """Return ``loss(weights, x, target)`` by these solvers, or by a scan; it also gives the last residual norm, or NaN."""
 
         def loss(weights: Weights, x: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -95,13 +103,22 @@ def _residual(
     """Residual layers with h = 1/N; ``enter(opening, x)`` is the state that enters them."""
     h = 1 / len(jax.tree.leaves(weights.layers)[0])
 
-    def problem(weights: Weights, x: jax.Array, solvers: Pair | None = None, comm: Any = None) -> dict[str, Any]:
-        return {"step": step, "params": weights.layers, "y0": enter(weights.opening, x), "comm": comm}
+    def problem(
+        weights: Weights, x: jax.Array, solvers: Pair | None = None, comm: Any = None
+    ) -> dict[str, Any]:
+        return {
+            "step": step,
+            "params": weights.layers,
+            "y0": enter(weights.opening, x),
+            "comm": comm,
+        }
 
     def scan(weights: Weights, x: jax.Array, unroll: int = 1) -> jax.Array:
         return through(step, h, weights.layers, enter(weights.opening, x), unroll=unroll)
 
-    return Network(name=name, weights=weights, x=x, target=target, problem=problem, scan=scan, measure=measure)
+    return Network(
+        name=name, weights=weights, x=x, target=target, problem=problem, scan=scan, measure=measure
+    )
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -136,7 +153,10 @@ def dense(width: int, layers: int, batch: int) -> Network:
         return 0.5 * jnp.sum((y1 - target) ** 2)
 
     rng = np.random.default_rng(0)
-    stacked = _normal(rng, layers, width, width) / np.float32(math.sqrt(width)), 0.1 * _normal(rng, layers, width)
+    stacked = (
+        _normal(rng, layers, width, width) / np.float32(math.sqrt(width)),
+        0.1 * _normal(rng, layers, width),
+    )
     x, target = (_normal(rng, batch, width) for _ in range(2))
     return _residual("dense", step, Weights(None, stacked, None), x, target, half_square)
 
@@ -150,19 +170,25 @@ class Convolved(NamedTuple):
     b2: Any
 
 
-def conv(channels: int, layers: int, batch: int, *, size: int = 28, formulation: str = "auto") -> Network:
+def conv(
+    channels: int, layers: int, batch: int, *, size: int = 28, formulation: str = "auto"
+) -> Network:
     """Layers of two convolutions each, weights as PyTorch draws them: uniform within 1 / sqrt(fan in)."""
     hidden, classes = 32, 10
 
     def convolve(y: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
-        return nn.convolve(y, w.transpose(2, 3, 1, 0), formulation=formulation) + b[None, None, None]
+        return (
+            nn.convolve(y, w.transpose(2, 3, 1, 0), formulation=formulation) + b[None, None, None]
+        )
 
     def enter(opening: Any, images: jax.Array) -> jax.Array:
         return jax.nn.relu(convolve(images.transpose(0, 2, 3, 1), *opening))
 
     def step(y: jax.Array, layer: lp_jax.Layer) -> jax.Array:
         p = layer.params
-        return y + layer.dt * jax.nn.relu(convolve(jax.nn.relu(convolve(y, p.w1, p.b1)), p.w2, p.b2))
+        return y + layer.dt * jax.nn.relu(
+            convolve(jax.nn.relu(convolve(y, p.w1, p.b1)), p.w2, p.b2)
+        )
 
     def measure(closing: Any, y: jax.Array, labels: jax.Array) -> jax.Array:
         inner, outer = closing
@@ -173,7 +199,9 @@ def conv(channels: int, layers: int, batch: int, *, size: int = 28, formulation:
 
     def convolved(inputs: int, *stack: int) -> tuple[np.ndarray, np.ndarray]:
         bound = 1 / math.sqrt(9 * inputs)
-        return _uniform(rng, bound, *stack, channels, inputs, 3, 3), _uniform(rng, bound, *stack, channels)
+        return _uniform(rng, bound, *stack, channels, inputs, 3, 3), _uniform(
+            rng, bound, *stack, channels
+        )
 
     def linear(inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
         bound = 1 / math.sqrt(inputs)
@@ -181,7 +209,9 @@ def conv(channels: int, layers: int, batch: int, *, size: int = 28, formulation:
 
     opening = convolved(1)
     stacked = Convolved(*convolved(channels, layers), *convolved(channels, layers))
-    weights = Weights(opening, stacked, (linear(channels * size**2, hidden), linear(hidden, classes)))
+    weights = Weights(
+        opening, stacked, (linear(channels * size**2, hidden), linear(hidden, classes))
+    )
     images = _normal(rng, batch, 1, size, size)
     labels = rng.integers(0, classes, batch).astype(np.int32)
     return _residual("conv", step, weights, images, labels, measure, enter)
@@ -227,11 +257,20 @@ def mlp(width: int, layers: int, batch: int) -> Network:
     return _modules("mlp", lambda rngs: Mlp(width, rngs=rngs), layers, (batch, width))
 
 
-def _modules(name: str, make: Callable[[nnx.Rngs], nnx.Module], layers: int, shape: tuple[int, ...]) -> Network:
+def _modules(
+    name: str, make: Callable[[nnx.Rngs], nnx.Module], layers: int, shape: tuple[int, ...]
+) -> Network:
     rng = np.random.default_rng(0)
     step, params = nn.stack(make, layers, rngs=nnx.Rngs(0))
     x, target = (_normal(rng, *shape) for _ in range(2))
-    return _residual(name, step, Weights(None, jax.tree.map(np.asarray, params), None), x, target, half_mean_square)
+    return _residual(
+        name,
+        step,
+        Weights(None, jax.tree.map(np.asarray, params), None),
+        x,
+        target,
+        half_mean_square,
+    )
 
 
 def gru(hidden: int, steps: int, batch: int) -> Network:
@@ -242,10 +281,14 @@ def gru(hidden: int, steps: int, batch: int) -> Network:
     def gates(inputs: int) -> tuple[np.ndarray, np.ndarray]:
         return _uniform(rng, bound, inputs, 3 * hidden), _uniform(rng, bound, 3 * hidden)
 
-    def problem(weights: Weights, x: jax.Array, solvers: Pair = SERIAL, comm: Any = None) -> dict[str, Any]:
+    def problem(
+        weights: Weights, x: jax.Array, solvers: Pair = SERIAL, comm: Any = None
+    ) -> dict[str, Any]:
         module = _recurrent(nn.GRU, hidden, solvers, comm, units=UNITS)
         for number, unit in enumerate(weights.layers):
-            for part, (kernel, bias) in zip((module.inputs[number], module.recurrent[number]), unit, strict=True):
+            for part, (kernel, bias) in zip(
+                (module.inputs[number], module.recurrent[number]), unit, strict=True
+            ):
                 part.kernel, part.bias = nnx.Param(kernel), nnx.Param(bias)
         return vars(module.problem(x))
 
@@ -259,13 +302,17 @@ def gru(hidden: int, steps: int, batch: int) -> Network:
         target=rng.integers(0, classes, batch).astype(np.int32),
         problem=problem,
         scan=_scan_gru,
-        measure=lambda closing, states, labels: _cross_entropy(_linear(states[-1], closing), labels),
+        measure=lambda closing, states, labels: _cross_entropy(
+            _linear(states[-1], closing), labels
+        ),
     )
 
 
 def _recurrent(kind: Any, hidden: int, solvers: Pair, comm: Any, **fields: Any) -> Any:
     """A module whose weights are still to be put in."""
-    make = functools.partial(kind, FEATURES, hidden, solver=solvers[0], adjoint_solver=solvers[1], comm=comm, **fields)
+    make = functools.partial(
+        kind, FEATURES, hidden, solver=solvers[0], adjoint_solver=solvers[1], comm=comm, **fields
+    )
     return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
 
 
@@ -289,14 +336,18 @@ def _scan_gru(weights: Weights, x: jax.Array, unroll: int = 1) -> tuple[jax.Arra
     return lax.scan(step, zeros, _linear(x.swapaxes(0, 1), units[0][0]), unroll=unroll)[0]
 
 
-def diagonal(name: str, kind: type[nn.ParaGRU] | type[nn.ParaLSTM], hidden: int, steps: int, batch: int) -> Network:
+def diagonal(
+    name: str, kind: type[nn.ParaGRU] | type[nn.ParaLSTM], hidden: int, steps: int, batch: int
+) -> Network:
     """A cell whose numbers act on themselves alone; a loss of its last state."""
     rng = np.random.default_rng(0)
     cell = kind(FEATURES, hidden, rngs=nnx.Rngs(0))
     names = ("kernel", "bias", "recurrent")
     x, target = _normal(rng, batch, steps, FEATURES), _normal(rng, batch, hidden)
 
-    def problem(weights: Weights, x: jax.Array, solvers: Pair = SERIAL, comm: Any = None) -> dict[str, Any]:
+    def problem(
+        weights: Weights, x: jax.Array, solvers: Pair = SERIAL, comm: Any = None
+    ) -> dict[str, Any]:
         module = _recurrent(kind, hidden, solvers, comm)
         for each, value in zip(names, weights.layers, strict=True):
             setattr(module, each, nnx.Param(value))
@@ -307,7 +358,9 @@ def diagonal(name: str, kind: type[nn.ParaGRU] | type[nn.ParaLSTM], hidden: int,
         gates = jnp.split(_linear(x.swapaxes(0, 1), (kernel, bias)), 3, -1)
         of_state = tuple(recurrent[:, None])
         start = cell.start(len(x), gates[0].dtype)
-        return lax.scan(lambda y, x: (kind.step(y, x, of_state), None), start, tuple(gates), unroll=unroll)[0]
+        return lax.scan(
+            lambda y, x: (kind.step(y, x, of_state), None), start, tuple(gates), unroll=unroll
+        )[0]
 
     return Network(
         name=name,
@@ -352,7 +405,9 @@ def _identity(layers: int, workers: int, forward: int, adjoint: int) -> Pair:
     """One interval per worker, and nothing in the place of its layers: the coarse problem is a sum."""
     length = -(-layers // workers)
     cycle = MGRIT(levels=2, coarsening=length, coarse_step=Identity(), storage="all", at_once=1)
-    return dataclasses.replace(cycle, iterations=forward), dataclasses.replace(cycle, iterations=adjoint)
+    return dataclasses.replace(cycle, iterations=forward), dataclasses.replace(
+        cycle, iterations=adjoint
+    )
 
 
 SETTINGS: dict[str, Callable[[int, int], Pair]] = {
@@ -371,4 +426,6 @@ def counted_ratio(name: str, layers: int, workers: int) -> float:
     A transposed evaluation is one for the state and one for the parameters; solvers need the latter once, in their last sweep.
     Source: cost of a training step, S = N (1 + b) / (C_forward + b C_adjoint) with b = 2; Guenther et al. 2020.
     """
-    return training_step(*SETTINGS[name](layers, workers), layers, workers=workers, at_once=1).depth() / (3 * layers)
+    return training_step(
+        *SETTINGS[name](layers, workers), layers, workers=workers, at_once=1
+    ).depth() / (3 * layers)

@@ -56,7 +56,11 @@ def field(
 
         tell(f"first step of {name}")
         loop = Loop(first.network, threads)
-        facts = {"family": "torch", "threads": threads, "gradient_error": relative_error(loop.gradient, exact)}
+        facts = {
+            "family": "torch",
+            "threads": threads,
+            "gradient_error": relative_error(loop.gradient, exact),
+        }
         facts["residual_norm"] = math.nan
         contenders.append(Contender(name=name, call=loop, before=loop.take_threads, facts=facts))
     return Field(contenders, [])

@@ -63,7 +63,10 @@ def costs(threads: Iterable[Iterable[Event]], calls: int) -> list[Cost]:
     for events in threads:
         for name, length in own_times(events):
             spent[name].append(length)
-    operations = [Cost(name, sum(lengths) / calls / 1e9, len(lengths) / calls) for name, lengths in spent.items()]
+    operations = [
+        Cost(name, sum(lengths) / calls / 1e9, len(lengths) / calls)
+        for name, lengths in spent.items()
+    ]
     return sorted(operations, key=lambda cost: -cost.seconds)
 
 
@@ -72,7 +75,10 @@ def by_kind(operations: Iterable[Cost]) -> list[Cost]:
     kinds: dict[str, list[Cost]] = defaultdict(list)
     for cost in operations:
         kinds[re.sub(r"(\.\d+)+$", "", cost.name)].append(cost)
-    summed = [Cost(kind, sum(c.seconds for c in some), sum(c.times for c in some)) for kind, some in kinds.items()]
+    summed = [
+        Cost(kind, sum(c.seconds for c in some), sum(c.times for c in some))
+        for kind, some in kinds.items()
+    ]
     return sorted(summed, key=lambda cost: -cost.seconds)
 
 
@@ -101,11 +107,22 @@ def table(operations: Sequence[Cost], program: str, most: int) -> str:
     total = sum(cost.seconds for cost in operations)
     cells = [["operation", "ms", "share", "times", "makes", "from"]]
     for cost in operations[:most]:
-        makes, source = (known[cost.name].arrays, known[cost.name].source) if cost.name in known else ("", "")
+        makes, source = (
+            (known[cost.name].arrays, known[cost.name].source) if cost.name in known else ("", "")
+        )
         numbers = f"{1e3 * cost.seconds:.3g}", f"{cost.seconds / total:.0%}", f"{cost.times:,.0f}"
         cells.append([cost.name, *numbers, makes[:60], _shorter(source)])
     rest = total - sum(cost.seconds for cost in operations[:most])
-    cells.append([f"{max(0, len(operations) - most)} others", f"{1e3 * rest:.3g}", f"{rest / total:.0%}", "", "", ""])
+    cells.append(
+        [
+            f"{max(0, len(operations) - most)} others",
+            f"{1e3 * rest:.3g}",
+            f"{rest / total:.0%}",
+            "",
+            "",
+            "",
+        ]
+    )
     cells.append(["all threads together", f"{1e3 * total:.3g}", "", "", "", ""])
     return report.pipes(cells)
 
@@ -115,7 +132,10 @@ def _shorter(source: str) -> str:
     return "/".join(parts[-5:])
 
 
-EXAMPLES = [("", "a dense network"), ("--row gru,16,256,16 --kinds", "a recurrent one, by kinds of operations")]
+EXAMPLES = [
+    ("", "a dense network"),
+    ("--row gru,16,256,16 --kinds", "a recurrent one, by kinds of operations"),
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,7 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="network,width,layers,batch",
         help="Sizes, as in suite single (default: dense,64,1024,32).",
     )
-    about = "Contenders with one of these in their names (default: lax.scan and sweeps to a tolerance)."
+    about = (
+        "Contenders with one of these in their names (default: lax.scan and sweeps to a tolerance)."
+    )
     add_only(parser, about, ["lax.scan", "Picard to"])
     add_numbers(
         parser,
@@ -136,7 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--threads", cores(), "Threads of JAX on a CPU (default: all)."),
     )
     parser.add_argument("--kinds", action="store_true", help="Take operations of a kind together.")
-    parser.add_argument("--quick", action="store_true", help="Take two steps of a tiny row, to see that all works.")
+    parser.add_argument(
+        "--quick", action="store_true", help="Take two steps of a tiny row, to see that all works."
+    )
     options = parser.parse_args(arguments)
     if options.quick:
         options.row, options.calls = ("dense", 8, 16, 4), 2
@@ -146,7 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     entries = {"lax.scan": None, **single.pairs(network, layers)}
     chosen = {name: p for name, p in entries.items() if wanted(name, options)}
     if not chosen:
-        parser.error(f"no contender has {' or '.join(options.only)} in its name; there are {', '.join(entries)}.")
+        parser.error(
+            f"no contender has {' or '.join(options.only)} in its name; there are {', '.join(entries)}."
+        )
     progress = Progress()
     for name, pair in chosen.items():
         progress(f"{name}: compiling")
@@ -156,7 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         operations = costs(traced(step, options.calls), options.calls)
         operations = by_kind(operations) if options.kinds else operations
         progress.clear()
-        print(f"\n{name}: {network}, width {width}, {layers} layers, batch {batch}; per training step\n")
+        print(
+            f"\n{name}: {network}, width {width}, {layers} layers, batch {batch}; per training step\n"
+        )
         print(table(operations, step.program, options.most), flush=True)
     return 0
 

@@ -46,7 +46,11 @@ from lp_jax import planning
 from lp_jax._solvers._default import SWEEPS
 
 _SPECS = Path(__file__).parent / "targets"
-TARGETS = {"h200": Target(3.2e12, 200e12), "h100": Target(2.2e12, 200e12), "a100": Target(1.4e12, 80e12)}
+TARGETS = {
+    "h200": Target(3.2e12, 200e12),
+    "h100": Target(2.2e12, 200e12),
+    "a100": Target(1.4e12, 80e12),
+}
 """Bandwidth as it was measured on an H200, two thirds of the data sheet's, and as much of the others'; products of TF32 at some
 two fifths of their peak, as small ones reach no more."""
 
@@ -57,7 +61,12 @@ _MODEL = (
 )
 ROWS = "dense,64,1024,64 dense,64,4096,64 mlp,256,64,256 mlp,256,256,256 gru,16,1024,64 paragru,64,1024,64 paralstm,64,1024,64"
 DEFAULT = "the default"
-TYPICAL = {"Serial": (0, 0), "Picard": (5, 3), "Newton": (5, 5), "MGRIT": (2, 2)}  # iterations, forward and adjoint
+TYPICAL = {
+    "Serial": (0, 0),
+    "Picard": (5, 3),
+    "Newton": (5, 5),
+    "MGRIT": (2, 2),
+}  # iterations, forward and adjoint
 WRITTEN_OUT = 64  # layers at most whose loop is written out whole, as a loop in Python is
 
 
@@ -73,7 +82,9 @@ def contenders(network: str, layers: int) -> dict[str, Pair | int]:
     if network in ("paragru", "paralstm"):
         more = {}
     if network == "gru":
-        more["Newton, 5 after 16 relaxations"] = lp_jax.Newton(iterations=5, relaxations=16, batch_axes=1)
+        more["Newton, 5 after 16 relaxations"] = lp_jax.Newton(
+            iterations=5, relaxations=16, batch_axes=1
+        )
         more["Newton, shared, 5/5"] = lp_jax.Newton(jacobian="shared", iterations=5)
         more["Picard, secant, to 1e-3"] = lp_jax.Secant(sweeps=64, rtol=1e-3)
     loops = {"lax.scan": 1, "lax.scan, unroll=8": 8}
@@ -91,7 +102,9 @@ def _of_default(network: Network, target: str) -> tuple[Pair, str]:
     """The default's solvers, with as many iterations as networks near an ODE take, and their name with the predicted time."""
     with planning.assume(target):
         taken = planning.default(
-            lp_jax.Problem(**network.problem(network.weights, network.x, (lp_jax.Serial(), lp_jax.Serial())))
+            lp_jax.Problem(
+                **network.problem(network.weights, network.x, (lp_jax.Serial(), lp_jax.Serial()))
+            )
         )
     pair = taken.solver, taken.adjoint_solver
     name = f"{type(pair[0]).__name__}, {1e3 * taken.seconds:.3g} ms predicted"
@@ -105,7 +118,9 @@ def _of_default(network: Network, target: str) -> tuple[Pair, str]:
 
 def _met(solver: lp_jax.Picard, adjoint_solver: lp_jax.Picard) -> Pair:
     """Solvers whose tolerance is met: they do not fall back to serial propagation, which would be counted."""
-    return dataclasses.replace(solver, fallback=False), dataclasses.replace(adjoint_solver, fallback=False)
+    return dataclasses.replace(solver, fallback=False), dataclasses.replace(
+        adjoint_solver, fallback=False
+    )
 
 
 def lowered(network: Network, which: Pair | int, devices: Sequence[Any], *, updates: bool) -> Any:
@@ -129,10 +144,16 @@ def lowered(network: Network, which: Pair | int, devices: Sequence[Any], *, upda
         return lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
     weights = jax.tree.map(shape(everywhere), network.weights)
-    weights = weights._replace(layers=jax.tree.map(shape(spread if by_layer else everywhere), network.weights.layers))
+    weights = weights._replace(
+        layers=jax.tree.map(shape(spread if by_layer else everywhere), network.weights.layers)
+    )
     batch = jax.tree.map(shape(everywhere), (network.x, network.target))
     with jax.default_device("gpu"):  # the library writes programs for it, though it is not here
-        traced = jax.jit(step).trace(weights, weights, *batch) if updates else jax.jit(gradient).trace(weights, *batch)
+        traced = (
+            jax.jit(step).trace(weights, weights, *batch)
+            if updates
+            else jax.jit(gradient).trace(weights, *batch)
+        )
     return traced.lower()
 
 
@@ -140,11 +161,19 @@ def compiled(program: Any, options: Mapping[str, Any]) -> tuple[Any, Program, di
     """Compile a program: returns it, its text as read, and its memory and compile time."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        executable = program.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})
+        executable = program.compile(
+            compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options}
+        )
         seconds = time.perf_counter() - start
-        text, launches = (_dumped(Path(folder), name) for name in ("_after_optimizations.txt", "thunk_sequence"))
+        text, launches = (
+            _dumped(Path(folder), name) for name in ("_after_optimizations.txt", "thunk_sequence")
+        )
     temporary = executable.memory_analysis().temp_size_in_bytes
-    return executable, Program(text, launches), {"compile_seconds": seconds, "temporary_bytes": temporary}
+    return (
+        executable,
+        Program(text, launches),
+        {"compile_seconds": seconds, "temporary_bytes": temporary},
+    )
 
 
 def _dumped(folder: Path, name: str) -> str:
@@ -154,7 +183,9 @@ def _dumped(folder: Path, name: str) -> str:
     return max(last, key=lambda path: path.stat().st_size).read_text()
 
 
-def timed(network: Network, programs: Mapping[str, Any], rounds: int, tell: Tell) -> dict[str, dict[str, Any]]:
+def timed(
+    network: Network, programs: Mapping[str, Any], rounds: int, tell: Tell
+) -> dict[str, dict[str, Any]]:
     """Seconds of each program on the device that is here, side by side, and the error of its gradient.
 
     A sample is of calls that are dispatched in a row and waited for together, as the steps of a training loop are. The error is
@@ -166,9 +197,14 @@ def timed(network: Network, programs: Mapping[str, Any], rounds: int, tell: Tell
         return lambda: [program(weights, *batch) for _ in range(IN_A_ROW)][-1]
 
     gradients = {
-        name: jax.tree.map(np.asarray, program(weights, *batch)[1].layers) for name, program in programs.items()
+        name: jax.tree.map(np.asarray, program(weights, *batch)[1].layers)
+        for name, program in programs.items()
     }
-    entries = [Contender(name=name, call=call(program)) for name, program in programs.items() if name != EXACT]
+    entries = [
+        Contender(name=name, call=call(program))
+        for name, program in programs.items()
+        if name != EXACT
+    ]
     timings = measure(entries, rounds=rounds, min_time=0.02, budget=2.0, tell=tell)
     return {
         entry.name: {
@@ -227,12 +263,19 @@ def table(result: dict[str, Any]) -> str:
     head += ["ms, model", "of unroll=8"]
     head += ["ms, measured", "IQR", "of unroll=8", "error"] if settings["run"] else []
     for row in result["rows"]:
-        lines.append(f"## {row['title']}, {what}, {settings['devices']} x {settings['target'].upper()}")
-        baseline = next((one for one in row["contenders"] if one["name"] == "lax.scan, unroll=8"), None)
+        lines.append(
+            f"## {row['title']}, {what}, {settings['devices']} x {settings['target'].upper()}"
+        )
+        baseline = next(
+            (one for one in row["contenders"] if one["name"] == "lax.scan, unroll=8"), None
+        )
         best = baseline and baseline["model_seconds"]
         cells = [head]
         for one in row["contenders"]:
-            loops = ", ".join(f"{loop['kernels']} x {loop['trips'] or '?'}" for loop in one["loops"]) or "none"
+            loops = (
+                ", ".join(f"{loop['kernels']} x {loop['trips'] or '?'}" for loop in one["loops"])
+                or "none"
+            )
             mark = "+" if one["unknown"] else ""
             ratio = report.number(one["model_seconds"] / best, 2) + mark if best else "–"
             cells.append([
@@ -243,7 +286,11 @@ def table(result: dict[str, Any]) -> str:
                 report.number(1e3 * one["model_seconds"], 3) + mark, ratio, *_measured(one, baseline),
             ])  # fmt: skip
         lines.append(report.pipes(cells))
-        lines += [f"Messages of {one['name']}: {_messages(one)}." for one in row["contenders"] if one["collectives"]]
+        lines += [
+            f"Messages of {one['name']}: {_messages(one)}."
+            for one in row["contenders"]
+            if one["collectives"]
+        ]
     model = _MODEL.format(bandwidth=target.bandwidth / 1e12, flops=target.flops / 1e12)
     return report.page(result, *lines, model)
 
@@ -277,9 +324,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", choices=TARGETS, default="h200", help="Device to compile for (default: h200).")
     add_numbers(parser, ("--devices", 1, "Number of devices that hold the layers (default: 1)."))
     add(
-        "--updates", action="store_true", help="Compile training steps, SGD with momentum (default: loss and gradient)."
+        "--updates",
+        action="store_true",
+        help="Compile training steps, SGD with momentum (default: loss and gradient).",
     )
-    add("--run", action="store_true", help="Time the programs, too, on the GPU of this machine; one device.")
+    add(
+        "--run",
+        action="store_true",
+        help="Time the programs, too, on the GPU of this machine; one device.",
+    )
     add_numbers(parser, ("--rounds", 10, "Number of rounds of timing, with --run (default: 10)."))
     about = "Options of XLA, such as xla_gpu_graph_min_graph_size=1."
     add("--xla", nargs="+", default=[], metavar="NAME=VALUE", help=about)
@@ -297,7 +350,10 @@ def _options(given: Sequence[str]) -> dict[str, Any]:
     """Options of XLA, numbers and truth values as such."""
     known: dict[str, Any] = {"true": True, "false": False}
     pairs = (text.partition("=")[::2] for text in given)
-    return {name: known.get(value, int(value) if value.lstrip("-").isdigit() else value) for name, value in pairs}
+    return {
+        name: known.get(value, int(value) if value.lstrip("-").isdigit() else value)
+        for name, value in pairs
+    }
 
 
 def _absent(target: str, count: int) -> Any:
@@ -322,7 +378,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.run and (options.devices > 1 or options.updates):
-        parser.error("--run times loss and gradient on one device. Leave --devices and --updates out.")
+        parser.error(
+            "--run times loss and gradient on one device. Leave --devices and --updates out."
+        )
     several = f"x{options.devices}" if options.devices > 1 else ""
     folder = results_folder(parser, options, options.target + several)
     try:
@@ -333,16 +391,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{what} ({error}); {remedy}.")
     rows = options.rows or map(network_row(NETWORKS), (QUICK if options.quick else ROWS).split())
     target, progress = TARGETS[options.target], Progress()
-    settings = {name: getattr(options, name) for name in ("target", "devices", "updates", "run", "xla")}
-    result = new_result("program", f"Programs {'on' if options.run else 'for'} a GPU", arguments, settings)
+    settings = {
+        name: getattr(options, name) for name in ("target", "devices", "updates", "run", "xla")
+    }
+    result = new_result(
+        "program", f"Programs {'on' if options.run else 'for'} a GPU", arguments, settings
+    )
     result["suite"] += "_run" * options.run
     with ThreadPoolExecutor(cores() if options.run else 1) as pool:
 
-        def begin(row: Row) -> tuple[str, Network, dict[str, dict[str, Any]], dict[str, Future[Any]]]:
+        def begin(
+            row: Row,
+        ) -> tuple[str, Network, dict[str, dict[str, Any]], dict[str, Future[Any]]]:
             """Trace a row's programs, and have them compiled."""
             name, width, layers, batch = row
-            network = NETWORKS[name](width, layers, batch, **({"formulation": "xla"} if name == "conv" else {}))
-            title, facts_of, programs = f"{name}, {width} wide, {layers} layers, {batch} examples", {}, {}
+            network = NETWORKS[name](
+                width, layers, batch, **({"formulation": "xla"} if name == "conv" else {})
+            )
+            title, facts_of, programs = (
+                f"{name}, {width} wide, {layers} layers, {batch} examples",
+                {},
+                {},
+            )
             several = _wanted(row, options)
             if options.devices == 1 and wanted(DEFAULT, options):
                 which, about = _of_default(network, options.target)
@@ -350,7 +420,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for each, which in several.items():
                 progress(f"{title}: tracing {each}")
                 start = time.perf_counter()
-                program = lowered(network, which, devices[: options.devices], updates=options.updates)
+                program = lowered(
+                    network, which, devices[: options.devices], updates=options.updates
+                )
                 facts_of[each] = {"name": each, "trace_seconds": time.perf_counter() - start}
                 programs[each] = pool.submit(compiled, program, _options(options.xla))
             if options.run:
@@ -371,7 +443,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 one |= costs | facts(read, target)
             if options.run:
                 ready = {each: future.result()[0] for each, future in programs.items()}
-                times = timed(network, ready, options.rounds, lambda text, title=title: progress(f"{title}: {text}"))
+                times = timed(
+                    network,
+                    ready,
+                    options.rounds,
+                    lambda text, title=title: progress(f"{title}: {text}"),
+                )
                 facts_of = {each: one | times[each] for each, one in facts_of.items()}
             result["rows"].append({"title": title, "contenders": list(facts_of.values())})
             report.save(result, folder, text=table)

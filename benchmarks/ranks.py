@@ -32,7 +32,9 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     for name, (family, kind, label) in itertools.product(
         SETTINGS, (("iterated", "devices", "devices"), ("ranks", "ranks", "ranks"))
     ):
-        entries.append((f"{name}, {workers} {label}", family, kind, 1 if kind == "ranks" else workers))
+        entries.append(
+            (f"{name}, {workers} {label}", family, kind, 1 if kind == "ranks" else workers)
+        )
     if reason := why_no_mpi():
         left_out.append(("MPI ranks", reason))
         entries = [entry for entry in entries if entry[2] != "ranks"]
@@ -40,9 +42,13 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
         if reason := why_no_torch(network):
             left_out.append(("PyTorch", reason))
         else:
-            entries += [(f"PyTorch, {n} thread{'s' * (n > 1)}", "torch", "torch", n) for n in (1, 2)]
+            entries += [
+                (f"PyTorch, {n} thread{'s' * (n > 1)}", "torch", "torch", n) for n in (1, 2)
+            ]
     if find_spec("torchbraid") is None:
-        left_out.append(("TorchBraid", "it is not installed; its measured times are in benchmarks/README.md"))
+        left_out.append(
+            ("TorchBraid", "it is not installed; its measured times are in benchmarks/README.md")
+        )
     groups: dict[tuple[str, int], Group] = {}
     contenders: list[Contender] = []
     exact = None
@@ -58,18 +64,26 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
             key = (kind, threads if kind == "jax" else 0)
             if key not in groups:
                 tell(f"starting processes: {kind}")
-                groups[key] = Group(kind, workers=workers, threads=cores() if kind == "torch" else threads)
+                groups[key] = Group(
+                    kind, workers=workers, threads=cores() if kind == "torch" else threads
+                )
             tell(f"building {name}")
             group, setting = groups[key], name.rsplit(", ", 1)[0]
             label = setting if setting in SETTINGS else name
             gradient, facts = group.build(label, row, options.quick, options.conv)
             exact = gradient if exact is None else exact
-            facts |= {"family": family, "threads": threads, "gradient_error": relative_error(gradient, exact)}
+            facts |= {
+                "family": family,
+                "threads": threads,
+                "gradient_error": relative_error(gradient, exact),
+            }
             facts.setdefault("residual_norm", float("nan"))
             if setting in SETTINGS:
                 facts["counted_ratio"] = counted_ratio(setting, layers, workers)
 
-            def elsewhere(calls: int, group: Group = group, label: str = label) -> tuple[float, float]:
+            def elsewhere(
+                calls: int, group: Group = group, label: str = label
+            ) -> tuple[float, float]:
                 return group.time(label, calls)
 
             contenders.append(Contender(name=name, elsewhere=elsewhere, facts=facts))

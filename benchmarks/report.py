@@ -32,7 +32,9 @@ def number(value: float | None, digits: int = 2) -> str:
     if value is None or not math.isfinite(value):
         return "–"
     exponent = math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:.{max(0, digits - 1 - exponent)}f}" if exponent > -4 else f"{value:.{digits - 1}e}"
+    return (
+        f"{value:.{max(0, digits - 1 - exponent)}f}" if exponent > -4 else f"{value:.{digits - 1}e}"
+    )
 
 
 def scientific(value: float | None) -> str:
@@ -53,7 +55,10 @@ COLUMNS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
     ("residual", lambda c: scientific(c["residual_norm"])),
     ("trace s", lambda c: number(c.get("trace_seconds"))),
     ("compile s", lambda c: number(c.get("compile_seconds"))),
-    ("temp MB", lambda c: number(c["temporary_bytes"] / 1e6, 3) if c.get("temporary_bytes") else "–"),
+    (
+        "temp MB",
+        lambda c: number(c["temporary_bytes"] / 1e6, 3) if c.get("temporary_bytes") else "–",
+    ),
 ]
 """Titles of the table's columns, and the text for a contender."""
 
@@ -75,13 +80,20 @@ def save(
     files = {".json": _json(result).encode(), ".md": (text or markdown)(result).encode()}
     if draw is not None:
         files[".png"] = picture(draw(result))
-    return [_replace(folder / f"{result['suite']}{suffix}", content) for suffix, content in files.items()]
+    return [
+        _replace(folder / f"{result['suite']}{suffix}", content)
+        for suffix, content in files.items()
+    ]
 
 
 def kept(folder: Path, suite: str) -> Result:
     """An earlier result; one without rows where there is none."""
     path = folder / f"{suite}.json"
-    earlier: Result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": [], "left_out": []}
+    earlier: Result = (
+        json.loads(path.read_text(encoding="utf-8"))
+        if path.exists()
+        else {"rows": [], "left_out": []}
+    )
     return earlier
 
 
@@ -89,7 +101,9 @@ def picture(fig: Figure) -> bytes:
     """Return a small PNG: few pixels per inch, and a palette."""
     drawn, packed = io.BytesIO(), io.BytesIO()
     fig.savefig(drawn, dpi=60)
-    Image.open(drawn).convert("RGB").quantize(48, Image.Quantize.MAXCOVERAGE).save(packed, "png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(48, Image.Quantize.MAXCOVERAGE).save(
+        packed, "png", optimize=True
+    )
     return packed.getvalue()
 
 
@@ -135,7 +149,11 @@ def page(result: Result, *parts: str) -> str:
 def origin(result: Result) -> str:
     """The manifest in a sentence or two."""
     m = result["manifest"]
-    commit = "no commit known" if m["commit"] is None else f"commit {m['commit'][:10]}{'+changes' * bool(m['dirty'])}"
+    commit = (
+        "no commit known"
+        if m["commit"] is None
+        else f"commit {m['commit'][:10]}{'+changes' * bool(m['dirty'])}"
+    )
     versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items() if version)
     return (
         f"{_device(m)}, {m['cores']} cores, JAX on {m['threads']['jax']} threads; load before {m['load_before']}; "
@@ -156,8 +174,13 @@ def _cells(row: dict[str, Any]) -> list[list[str]]:
 
 def pipes(cells: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    aligned = [str.ljust, *[str.rjust] * (len(widths) - 1)]  # names to the left, numbers to the right
-    head, *lines = ([put(text, w) for put, text, w in zip(aligned, line, widths, strict=True)] for line in cells)
+    aligned = [
+        str.ljust,
+        *[str.rjust] * (len(widths) - 1),
+    ]  # names to the left, numbers to the right
+    head, *lines = (
+        [put(text, w) for put, text, w in zip(aligned, line, widths, strict=True)] for line in cells
+    )
     rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines])
 
@@ -171,8 +194,14 @@ def figure(result: Result, *, width: float, height: float) -> Figure:
     fig = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     fig.suptitle(result["title"], x=0.01, ha="left", fontsize=17, fontweight="bold", color=INK)
     m = result["manifest"]
-    commit = "" if m["commit"] is None else f"   commit {m['commit'][:10]}{'+changes' * bool(m['dirty'])}"
-    note = f"{_device(m)}, {m['cores']} cores   jax {m['versions']['jax']}   {m['date'][:10]}{commit}"
+    commit = (
+        ""
+        if m["commit"] is None
+        else f"   commit {m['commit'][:10]}{'+changes' * bool(m['dirty'])}"
+    )
+    note = (
+        f"{_device(m)}, {m['cores']} cores   jax {m['versions']['jax']}   {m['date'][:10]}{commit}"
+    )
     fig.supxlabel(note, x=0.01, ha="left", fontsize=10, color=GREY)
     return fig
 
@@ -198,13 +227,17 @@ def bars(ax: Axes, contenders: Sequence[dict[str, Any]]) -> None:
     for i, c in enumerate(contenders):
         median, q1, q3 = (1e3 * c["seconds"][q] for q in ("median", "q1", "q3"))
         ax.barh(i, median, color=COLOURS[c["family"]], height=0.68)
-        ax.errorbar(median, i, xerr=[[median - q1], [q3 - median]], color=GREY, capsize=3, linewidth=1.4)
+        ax.errorbar(
+            median, i, xerr=[[median - q1], [q3 - median]], color=GREY, capsize=3, linewidth=1.4
+        )
         words = f"{number(median, 3)} ms   ×{number(c['ratio']['median'], 3)}"
         error = c["gradient_error"]
         if c["family"] in ("iterated", "ranks"):
             finite = error is not None and math.isfinite(error)
             words += f"   error {error:.0e}" if finite else "   no finite gradient"
-        ax.annotate(words, (q3, i), (6, 0), textcoords="offset points", va="center", fontsize=11, color=INK)
+        ax.annotate(
+            words, (q3, i), (6, 0), textcoords="offset points", va="center", fontsize=11, color=INK
+        )
     ax.set_ylim(len(contenders) - 0.4, -0.6)
     if longest > _HIDES * shortest:
         ax.set_xscale("log")
@@ -231,7 +264,12 @@ def panels(result: Result) -> Figure:
         contenders = rows[number]["contenders"]
         names = [c["name"] for c in contenders]
         bars(ax, contenders)
-        dress(ax, title=rows[number]["title"], x="ms per call, × the first line, gradient error", grid="x")
+        dress(
+            ax,
+            title=rows[number]["title"],
+            x="ms per call, × the first line, gradient error",
+            grid="x",
+        )
         told = number % columns > 0 and names == before
         ax.set_yticks(range(len(names)), [""] * len(names) if told else names, color=INK)
         before = names

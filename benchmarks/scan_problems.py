@@ -67,13 +67,17 @@ def diffusion(steps: int, *, eta: float, samples: int = 32, dimensions: int = 4)
 
     start, normals = jax.random.split(jax.random.key(0))
     normals = jax.random.normal(normals, (steps, samples, dimensions))
-    return Scan(body, jax.random.normal(start, (samples, dimensions)), (*noise_levels(steps), normals))
+    return Scan(
+        body, jax.random.normal(start, (samples, dimensions)), (*noise_levels(steps), normals)
+    )
 
 
 # --- linear recurrences and filters ---------------------------------------------------------------------------------
 
 
-def advantages(steps: int, *, environments: int = 8, discount: float = 0.99, trace: float = 0.95) -> Scan:
+def advantages(
+    steps: int, *, environments: int = 8, discount: float = 0.99, trace: float = 0.95
+) -> Scan:
     """Generalised advantage estimates, from the last step to the first, with episodes that end."""
 
     def body(advantage: jax.Array, inputs: Any) -> Any:
@@ -119,7 +123,9 @@ LogDensity = Callable[[jax.Array], jax.Array]
 def logistic(dimensions: int = 5) -> tuple[LogDensity, jax.Array]:
     """The posterior of a logistic regression, and its mode: breast cancer, in principal components, with a normal prior."""
     x, y = load_breast_cancer(return_X_y=True)
-    parts = PCA(dimensions, whiten=True, random_state=0).fit_transform(StandardScaler().fit_transform(x))
+    parts = PCA(dimensions, whiten=True, random_state=0).fit_transform(
+        StandardScaler().fit_transform(x)
+    )
     x, signs = jnp.asarray(parts), jnp.asarray(2.0 * y - 1)
 
     def log_density(w: jax.Array) -> jax.Array:
@@ -184,7 +190,9 @@ def _draws(steps: int, start: jax.Array) -> tuple[jax.Array, jax.Array]:
 # --- optimizers -----------------------------------------------------------------------------------------------------
 
 
-def training(steps: int, optimizer: optax.GradientTransformation, *, batch: int = 64, units: int = 32) -> Scan:
+def training(
+    steps: int, optimizer: optax.GradientTransformation, *, batch: int = 64, units: int = 32
+) -> Scan:
     """Training steps of a network on digits. The other body holds the gradient to be no function of the weights."""
     digits = data.digits(seed=0)
     order = jax.random.choice(jax.random.key(4), len(digits.train_x), (steps, batch))
@@ -222,7 +230,9 @@ def heat(steps: int, *, points: int = 63, time: float = 1.0) -> lp_jax.Problem:
         side = jnp.full(points, -layer.dt * rate)
         right = y + layer.dt * layer.params * jnp.exp(-50 * (at - 0.3) ** 2)
         lower, upper = side.at[0].set(0), side.at[-1].set(0)
-        y = lax.linalg.tridiagonal_solve(lower, 1 + 2 * layer.dt * rate * jnp.ones(points), upper, right[:, None])[:, 0]
+        y = lax.linalg.tridiagonal_solve(
+            lower, 1 + 2 * layer.dt * rate * jnp.ones(points), upper, right[:, None]
+        )[:, 0]
         return y, y
 
     source = jnp.sin(8 * jnp.linspace(0.0, time, steps + 1)[1:]) ** 2
@@ -234,7 +244,9 @@ def lorenz(steps: int, *, time: float, coarse: int = 0) -> Scan:
     """Lorenz' equations by Runge and Kutta's method; ``coarse`` steps make the guess, if any."""
 
     def slope(y: jax.Array) -> jax.Array:
-        return jnp.stack([10 * (y[1] - y[0]), y[0] * (28 - y[2]) - y[1], y[0] * y[1] - 8 / 3 * y[2]])
+        return jnp.stack(
+            [10 * (y[1] - y[0]), y[0] * (28 - y[2]) - y[1], y[0] * y[1] - 8 / 3 * y[2]]
+        )
 
     def body(y: jax.Array, h: jax.Array) -> Any:
         a = slope(y)

@@ -58,7 +58,13 @@ def newton(**fields: Any) -> lp_jax.Newton:
 
 
 def cycles(**fields: Any) -> lp_jax.MGRIT:
-    usual = {"levels": 5, "relaxation": "FCF", "iterations": 30, "rtol": 1e-6, "coarse_step": lp_jax.Rediscretize()}
+    usual = {
+        "levels": 5,
+        "relaxation": "FCF",
+        "iterations": 30,
+        "rtol": 1e-6,
+        "coarse_step": lp_jax.Rediscretize(),
+    }
     return lp_jax.MGRIT(**usual | fields)
 
 
@@ -70,7 +76,9 @@ def regression(steps: int, *, size: float) -> Scan:
 
 def in_two_modes(steps: int, *, path: int) -> Scan:
     half = 1.5
-    return hmc(steps, functools.partial(two_modes, half=half), jnp.full(2, half), size=0.2, path=path)
+    return hmc(
+        steps, functools.partial(two_modes, half=half), jnp.full(2, half), size=0.2, path=path
+    )
 
 
 def adam(steps: int, *, rate: float) -> Scan:
@@ -85,13 +93,24 @@ _HELD = "the gradient is outside of the Jacobian"
 
 
 def _hmc(path: int, reason: str) -> Case:
-    return Case(f"HMC, two modes, path of {path}", 256, functools.partial(in_two_modes, path=path), newton(), reason)
+    return Case(
+        f"HMC, two modes, path of {path}",
+        256,
+        functools.partial(in_two_modes, path=path),
+        newton(),
+        reason,
+    )
 
 
 def _lorenz(time: float, reason: str, *, coarse: int = 0) -> Case:
-    guessed, solver = f", from {coarse} coarse steps" if coarse else "", newton(rtol=None, atol=1e-6)
+    guessed, solver = (
+        f", from {coarse} coarse steps" if coarse else "",
+        newton(rtol=None, atol=1e-6),
+    )
     make = functools.partial(lorenz, time=time, coarse=coarse)
-    return Case(f"Lorenz, time {time:g}{guessed}", 1024, make, solver if coarse else newton(), reason)
+    return Case(
+        f"Lorenz, time {time:g}{guessed}", 1024, make, solver if coarse else newton(), reason
+    )
 
 
 def cases() -> list[Case]:
@@ -110,7 +129,13 @@ def cases() -> list[Case]:
             "linear: one iteration is exact",
         ),
         Case("Kalman filter, mean and covariance", 2000, kalman, newton(), "it forgets its start"),
-        Case("MALA, logistic regression, size .05", 1000, some(regression, size=0.05), newton(), _FORGETS),
+        Case(
+            "MALA, logistic regression, size .05",
+            1000,
+            some(regression, size=0.05),
+            newton(),
+            _FORGETS,
+        ),
         Case(
             "MALA, logistic regression, size .1",
             1000,
@@ -136,7 +161,13 @@ def cases() -> list[Case]:
         _hmc(10, "a difference grows along a path"),
         _hmc(40, "a difference grows along a path"),
         *(
-            Case(f"Adam, rate {rate:.0e}", 64, some(adam, rate=rate), newton(jacobian="diagonal", rtol=1e-3), _HELD)
+            Case(
+                f"Adam, rate {rate:.0e}",
+                64,
+                some(adam, rate=rate),
+                newton(jacobian="diagonal", rtol=1e-3),
+                _HELD,
+            )
             for rate in (3e-4, 1e-3, 3e-3, 1e-2)
         ),
         Case(
@@ -172,12 +203,18 @@ def solved(made: Made, solver: lp_jax.Solver) -> tuple[lp_jax.Solution, Any]:
         solver = dataclasses.replace(solver, jacobian_of=step)  # type: ignore[type-var]
     scan = jax.jit(functools.partial(jax.lax.scan, made.body, reverse=made.reverse))
     _, exact = scan(made.init, made.xs)
-    return _solve(problem, solver, made.guess), jax.tree.map(lambda x: x[::-1], exact) if made.reverse else exact
+    return _solve(problem, solver, made.guess), jax.tree.map(
+        lambda x: x[::-1], exact
+    ) if made.reverse else exact
 
 
-def _solve(problem: lp_jax.Problem, solver: lp_jax.Solver, guess: Any = "constant") -> lp_jax.Solution:
+def _solve(
+    problem: lp_jax.Problem, solver: lp_jax.Solver, guess: Any = "constant"
+) -> lp_jax.Solution:
     arrays = {name: getattr(problem, name) for name in ("params", "y0", "data")}
-    return jax.jit(lambda arrays: problem.replace(**arrays).solve(solver=solver, guess=guess))(arrays)
+    return jax.jit(lambda arrays: problem.replace(**arrays).solve(solver=solver, guess=guess))(
+        arrays
+    )
 
 
 def largest_error(found: Any, exact: Any) -> float:
@@ -219,7 +256,9 @@ def in_a_row(solver: lp_jax.Solver, taken: int, steps: int) -> int:
     """Evaluations that wait for each other: all steps at once in an iteration and once in the end, or those of cycles."""
     if solver.stride(steps) == 1 and not solver.exact:
         return taken + 1
-    return planning.training_step(planning.with_effort(solver, taken), lp_jax.Serial(), steps).depth("forward")
+    return planning.training_step(
+        planning.with_effort(solver, taken), lp_jax.Serial(), steps
+    ).depth("forward")
 
 
 def verdict(converged: bool, waiting: int, steps: int) -> str:
@@ -250,7 +289,16 @@ def method(solver: lp_jax.Solver) -> str:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each row."""
-    head = ["problem", "steps", "method", "iterations", "in a row", "largest error", "verdict", "why"]
+    head = [
+        "problem",
+        "steps",
+        "method",
+        "iterations",
+        "in a row",
+        "largest error",
+        "verdict",
+        "why",
+    ]
     lines = [
         [
             row["problem"],
@@ -296,7 +344,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [case for case in cases() if wanted(case.name, options)]
     if not chosen:
         names = dict.fromkeys(case.name for case in cases())
-        parser.error(f"no name has {' or '.join(options.only)} in it; there are: {'; '.join(names)}.")
+        parser.error(
+            f"no name has {' or '.join(options.only)} in it; there are: {'; '.join(names)}."
+        )
     progress = Progress()
     for number, case in enumerate(chosen, 1):
         progress(f"{number} of {len(chosen)}: {case.name}")

@@ -22,13 +22,18 @@ from lp_jax._solvers._default import SWEEPS
 
 
 def _mgrit(forward: int, adjoint: int, **fields: Any) -> Pair:
-    first, second = (lp_jax.MGRIT(iterations=k, storage="all", **fields) for k in (forward, adjoint))
+    first, second = (
+        lp_jax.MGRIT(iterations=k, storage="all", **fields) for k in (forward, adjoint)
+    )
     return first, second
 
 
 def pairs(network: str, layers: int) -> dict[str, Pair]:
     checkpointed = lp_jax.Serial(checkpoint_every=math.isqrt(layers))
-    if network in ("paragru", "paralstm"):  # states that move far in a step: for Newton's method alone
+    if network in (
+        "paragru",
+        "paralstm",
+    ):  # states that move far in a step: for Newton's method alone
         newton = functools.partial(lp_jax.Newton, batch_axes=1)
         return {
             "Serial": SERIAL,
@@ -49,7 +54,10 @@ def pairs(network: str, layers: int) -> dict[str, Pair]:
         "Picard 2, 2 levels, 1/1": _mgrit(1, 1, coarsening=8, coarse_step=two),
         "Picard 1, 3 levels, 2/1": _mgrit(2, 1, levels=3, coarsening=8, coarse_step=one),
         TO_A_TOLERANCE: SWEEPS,
-        "Picard, 8 windows, 3/2": (lp_jax.Windowed(sweeps=3, windows=8), lp_jax.Windowed(sweeps=2, windows=8)),
+        "Picard, 8 windows, 3/2": (
+            lp_jax.Windowed(sweeps=3, windows=8),
+            lp_jax.Windowed(sweeps=2, windows=8),
+        ),
     }
     if network == "voxels":
         thorough = {"coarsening": 4, "relaxation": "FCF", "coarse_step": injection}
@@ -85,9 +93,15 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     network = NETWORKS[name](width, layers, batch)
     solvers = pairs(name, layers)
     reason = why_no_newton(NUMBERS.get(name, 0) * width, layers, batch)
-    too_large = [] if reason is None else [(each, reason) for each in solvers if each.startswith("Newton, full")]
+    too_large = (
+        []
+        if reason is None
+        else [(each, reason) for each in solvers if each.startswith("Newton, full")]
+    )
     entries = [Entry("lax.scan", network)]
-    entries += [Entry(each, network, pair) for each, pair in solvers.items() if each not in dict(too_large)]
+    entries += [
+        Entry(each, network, pair) for each, pair in solvers.items() if each not in dict(too_large)
+    ]
     built = one_device.field(entries, options, tell, torch_threads=(1,))
     return built._replace(left_out=[*too_large, *built.left_out])
 

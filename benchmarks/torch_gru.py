@@ -58,8 +58,12 @@ class Training:
         self._adam = torch.optim.Adam(self._network.parameters(), lr=limits.rate)
         self._batches = list(torch.tensor(batches).cuda())
         self._x, self._test_x = (torch.tensor(x).cuda() for x in (data.x, data.test_x))
-        self._labels, self._test = (torch.tensor(y).long().cuda() for y in (data.labels, data.test_labels))
-        torch.nn.functional.cross_entropy(self._network(self._x[:8]), self._labels[:8]).backward()  # starts cuDNN
+        self._labels, self._test = (
+            torch.tensor(y).long().cuda() for y in (data.labels, data.test_labels)
+        )
+        torch.nn.functional.cross_entropy(
+            self._network(self._x[:8]), self._labels[:8]
+        ).backward()  # starts cuDNN
         torch.cuda.synchronize()
 
     def update(self, number: int) -> Any:

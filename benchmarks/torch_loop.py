@@ -26,11 +26,15 @@ class Loop:
         layers: Any = jax.tree.map(_turned, weights.layers)
         if stacked:
             count = len(jax.tree.leaves(weights.layers)[0])
-            layers = [jax.tree.map(lambda p, n=n: _leaf(p[n]), weights.layers) for n in range(count)]
+            layers = [
+                jax.tree.map(lambda p, n=n: _leaf(p[n]), weights.layers) for n in range(count)
+            ]
         opening, closing = jax.tree.map(_turned, (weights.opening, weights.closing))
         self._weights = Weights(opening, layers, closing)
         self._batch = torch.tensor(network.x), torch.tensor(network.target)
-        self._sgd = torch.optim.SGD(jax.tree.leaves(self._weights), lr=LEARNING_RATE, momentum=MOMENTUM)
+        self._sgd = torch.optim.SGD(
+            jax.tree.leaves(self._weights), lr=LEARNING_RATE, momentum=MOMENTUM
+        )
         self.take_threads()
         self()
         if stacked:
@@ -78,7 +82,10 @@ def _gru(weights: Weights, x: Any, labels: Any) -> Any:
 
 
 def _cell(x: Any, h: Any, inputs: Any, recurrent: Any) -> Any:
-    (xr, xz, xn), (hr, hz, hn) = F.linear(x, *inputs).chunk(3, 1), F.linear(h, *recurrent).chunk(3, 1)
+    (xr, xz, xn), (hr, hz, hn) = (
+        F.linear(x, *inputs).chunk(3, 1),
+        F.linear(h, *recurrent).chunk(3, 1),
+    )
     n = torch.tanh(xn + torch.sigmoid(xr + hr) * hn)
     rate = 1 - torch.sigmoid(xz + hz)
     return (h + rate * n) / (1 + rate)

@@ -31,7 +31,10 @@ class Trainer:
             weights, momentum = state
             values, gradient = gradient_of(weights, *batch)
             momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, gradient)
-            return (jax.tree.map(lambda p, m: p - LEARNING_RATE * m, weights, momentum), momentum), values
+            return (
+                jax.tree.map(lambda p, m: p - LEARNING_RATE * m, weights, momentum),
+                momentum,
+            ), values
 
         def gradient(state: Any, *batch: Any) -> Any:
             values, slope = gradient_of(state, *batch)
@@ -40,7 +43,9 @@ class Trainer:
         self._updates, self._batch = updates, batch
         self._state = (weights, jax.tree.map(jnp.zeros_like, weights)) if updates else weights
         function, donate = (step, (0,)) if updates else (gradient, ())
-        self._step, facts = compile_program(function, self._state, *batch, donate=donate, ahead=ahead)
+        self._step, facts = compile_program(
+            function, self._state, *batch, donate=donate, ahead=ahead
+        )
         (_, first), (_, residual) = self()  # the first momentum is the gradient
         self.gradient = jax.tree.map(np.array, first.layers)
         self.facts = facts | {"residual_norm": float(residual)}

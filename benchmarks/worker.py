@@ -59,10 +59,14 @@ def gradients(sizes: Sizes, devices: int) -> Callable[[], Any]:
 
     spread = jax.shard_map(own, mesh=mesh, in_specs=P("copies"), out_specs=P("copies"))
     copies = jax.tree.map(lambda x: jnp.stack([x] * devices), arrays)
-    return functools.partial(jax.jit(spread), jax.device_put(copies, NamedSharding(mesh, P("copies"))))
+    return functools.partial(
+        jax.jit(spread), jax.device_put(copies, NamedSharding(mesh, P("copies")))
+    )
 
 
-def build(kind: str, row: tuple[str, int, int, int], name: str, quick: bool, convolution: str) -> Any:
+def build(
+    kind: str, row: tuple[str, int, int, int], name: str, quick: bool, convolution: str
+) -> Any:
     """A contender: something to call, with the gradient of the layers (those that this process holds) and facts."""
     which, width, layers, batch = row
     details = {"size": 8 if quick else 28, "formulation": convolution} if which == "conv" else {}
@@ -78,7 +82,9 @@ def build(kind: str, row: tuple[str, int, int, int], name: str, quick: bool, con
 
     def spread(stack: Any) -> Any:
         if kind == "ranks":
-            return jax.tree.map(lambda x: x[lp_jax.layer_slices(layers, comm.size, *solvers)[comm.rank]], stack)
+            return jax.tree.map(
+                lambda x: x[lp_jax.layer_slices(layers, comm.size, *solvers)[comm.rank]], stack
+            )
         return jax.device_put(stack, NamedSharding(comm.mesh, P("layers"))) if comm else stack
 
     def same(tree: Any) -> Any:
@@ -88,12 +94,16 @@ def build(kind: str, row: tuple[str, int, int, int], name: str, quick: bool, con
     held = same(weights.layers) if which == "gru" else spread(weights.layers)
     weights = Weights(same(weights.opening), held, same(weights.closing))
     loss = network.loss(solvers, comm)
-    return Trainer(loss, weights, tuple(same(examples)), updates=which != "dense", ahead=kind != "ranks")
+    return Trainer(
+        loss, weights, tuple(same(examples)), updates=which != "dense", ahead=kind != "ranks"
+    )
 
 
 def _comm(kind: str) -> Any:
     if kind == "devices":
-        return lp_jax.MeshComm(jax.make_mesh((jax.device_count(),), ("layers",), axis_types=(AxisType.Auto,)))
+        return lp_jax.MeshComm(
+            jax.make_mesh((jax.device_count(),), ("layers",), axis_types=(AxisType.Auto,))
+        )
     return lp_jax.MPIComm() if kind == "ranks" else None
 
 
@@ -127,7 +137,9 @@ def main() -> None:
         comm = lp_jax.MPIComm().python_comm
         rank, meet = comm.Get_rank(), comm.Barrier
     built: dict[str, Any] = {}
-    with Client(("127.0.0.1", port), authkey=bytes.fromhex(os.environ["LP_JAX_BENCH_KEY"])) as orders:
+    with Client(
+        ("127.0.0.1", port), authkey=bytes.fromhex(os.environ["LP_JAX_BENCH_KEY"])
+    ) as orders:
         orders.send((rank, os.getpid()))
         while (order := orders.recv()) is not None:
             orders.send(answer(kind, order, built, rank, meet))

@@ -13,6 +13,8 @@ class Docstrings(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Change headings and formulas."""
         if obj.docstring:
-            text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(
+                r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE
+            )
             draw = lambda match: f"<span>{latex2mathml.converter.convert(match[1])}</span>"  # noqa: E731
             obj.docstring.value = re.sub(r":math:`([^`]*)`", draw, text)

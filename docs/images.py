@@ -48,21 +48,35 @@ def plan():
     keys = jax.random.split(jax.random.key(0), 3)
     params = jax.random.normal(keys[0], (256, 64, 64)) / 8, jnp.zeros((256, 64))
     y0 = jax.random.normal(keys[1], (32, 64))
-    problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params[0] + at.params[1]), params, y0, t1=2.0)
-    machine = dataclasses.replace(planning.estimate(problem, device="H100"), latency=5e-6, bandwidth=4e11)
+    problem = lp_jax.Problem(
+        lambda y, at: y + at.dt * jnp.tanh(y @ at.params[0] + at.params[1]), params, y0, t1=2.0
+    )
+    machine = dataclasses.replace(
+        planning.estimate(problem, device="H100"), latency=5e-6, bandwidth=4e11
+    )
     return viz.plan(lp_jax.plan(problem, machine=machine, error=1e-3))
 
 
 def scaling():
     """Return the picture of docs/planning.md for several devices: layers that fill an H100, messages of 10 us at 200 GB/s."""
-    shapes = jax.ShapeDtypeStruct((64, 8192, 8192), "float32"), jax.ShapeDtypeStruct((4096, 8192), "float32")
+    shapes = (
+        jax.ShapeDtypeStruct((64, 8192, 8192), "float32"),
+        jax.ShapeDtypeStruct((4096, 8192), "float32"),
+    )
     problem = lp_jax.Problem(lambda y, at: y + at.dt * jnp.tanh(y @ at.params), *shapes)
-    machine = dataclasses.replace(planning.estimate(problem, device="H100"), latency=1e-5, bandwidth=2e11)
+    machine = dataclasses.replace(
+        planning.estimate(problem, device="H100"), latency=1e-5, bandwidth=2e11
+    )
     return viz.plan(planning.choose(64, machine, workers=8))
 
 
 # Runs of benchmarks/results/cpu/drift.json whose lines lie on others.
-ALIKE = ("serial, penalty 0.01", "serial, penalty 0.05", "sweeps to 1e-3, penalty 0.02", "sweeps to 1e-3")
+ALIKE = (
+    "serial, penalty 0.01",
+    "serial, penalty 0.05",
+    "sweeps to 1e-3, penalty 0.02",
+    "sweeps to 1e-3",
+)
 ALIKE += ("sweeps to 1e-3, buffers", "sweeps, controller 0.1", "sweeps, controller 0.03")
 
 
@@ -83,9 +97,14 @@ def drift():
     errors.set_yscale("log")
     quality.set(yscale="log", ylim=(1e-5, 10))
     report.dress(needed, title="Sweeps to 1e-3", x="training step", y="sweeps")
-    report.dress(errors, title="Gradient error of injection, 2/1", x="training step", y="relative error")
     report.dress(
-        quality, title="Trained networks, evaluated by a few sweeps", x="sweeps", y="distance from the exact test loss"
+        errors, title="Gradient error of injection, 2/1", x="training step", y="relative error"
+    )
+    report.dress(
+        quality,
+        title="Trained networks, evaluated by a few sweeps",
+        x="sweeps",
+        y="distance from the exact test loss",
     )
     quality.legend(fontsize=9, frameon=False, loc="lower left")
     return fig
@@ -104,7 +123,9 @@ def gpu_trainings():
     sys.path.insert(0, str(ROOT))
     from benchmarks import gpu, report
 
-    return report.picture(gpu.draw(json.loads((ROOT / "benchmarks" / "results" / "gpu" / "gpu.json").read_text())))
+    return report.picture(
+        gpu.draw(json.loads((ROOT / "benchmarks" / "results" / "gpu" / "gpu.json").read_text()))
+    )
 
 
 def gallery():
@@ -114,7 +135,9 @@ def gallery():
     for code, picture in re.findall(
         r"^```python\n(.*?)^```\n\n!\[.*?\]\(images/(.*?)\)", GALLERY.read_text(), re.M | re.S
     ):
-        with plt.rc_context({"figure.figsize": (7, 3.6), "figure.constrained_layout.use": True, "savefig.dpi": 110}):
+        with plt.rc_context(
+            {"figure.figsize": (7, 3.6), "figure.constrained_layout.use": True, "savefig.dpi": 110}
+        ):
             exec(code, names)
         yield picture, names["fig"]
 
@@ -123,11 +146,24 @@ def data(figure):
     """Return the texts and the numbers that a picture shows."""
     axes = []
     for ax in figure.axes:
-        lines = [[list(map(float, line.get_xdata())), list(map(float, line.get_ydata()))] for line in ax.lines]
-        blocks = [path.vertices.tolist() for found in ax.collections for path in found.get_paths() if len(path) == 5]
+        lines = [
+            [list(map(float, line.get_xdata())), list(map(float, line.get_ydata()))]
+            for line in ax.lines
+        ]
+        blocks = [
+            path.vertices.tolist()
+            for found in ax.collections
+            for path in found.get_paths()
+            if len(path) == 5
+        ]
         points = [found.get_offsets().tolist() for found in ax.collections]
         axes.append(
-            {"texts": [text.get_text() for text in ax.texts], "lines": lines, "blocks": blocks, "points": points}
+            {
+                "texts": [text.get_text() for text in ax.texts],
+                "lines": lines,
+                "blocks": blocks,
+                "points": points,
+            }
         )
     return {"title": figure.get_suptitle(), "note": figure.get_supxlabel(), "axes": axes}
 
@@ -137,7 +173,9 @@ def measure():
     with tempfile.TemporaryDirectory() as folder:
         for name, arguments in MEASURED.items():
             out = Path(folder, name).with_suffix("")
-            subprocess.run([sys.executable, "-m", "lp_jax", *arguments, "--out", str(out)], check=True)
+            subprocess.run(
+                [sys.executable, "-m", "lp_jax", *arguments, "--out", str(out)], check=True
+            )
             shutil.copy(out / name, IMAGES / name)
 
 
@@ -145,7 +183,9 @@ if __name__ == "__main__":
     drawn = figures()
     for name, figure in drawn.items():
         figure.savefig(IMAGES / name)
-    (IMAGES / "data.json").write_text(json.dumps({name: data(figure) for name, figure in drawn.items()}) + "\n")
+    (IMAGES / "data.json").write_text(
+        json.dumps({name: data(figure) for name, figure in drawn.items()}) + "\n"
+    )
     for name, figure in {
         "plan.png": plan(),
         "scaling.png": scaling(),

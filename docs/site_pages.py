@@ -19,13 +19,20 @@ import jupytext
 import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = [path for path in sorted((ROOT / "notebooks").glob("*.py")) if "# %% [markdown]" in path.read_text()]
+NOTEBOOKS = [
+    path
+    for path in sorted((ROOT / "notebooks").glob("*.py"))
+    if "# %% [markdown]" in path.read_text()
+]
 EXECUTED = ROOT / "runs" / "notebooks"
 OUTSIDE = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    **{str(path.relative_to(ROOT)): str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/**/*.md")},
+    **{
+        str(path.relative_to(ROOT)): str(path.relative_to(ROOT))
+        for path in ROOT.glob("benchmarks/**/*.md")
+    },
     **{f"notebooks/{path.name}": f"tutorial/{path.stem}.md" for path in NOTEBOOKS},
 }
 CODE = re.compile(r"^( *)(```+).*?^\1\2$|`[^`\n]+`", flags=re.MULTILINE | re.DOTALL)
@@ -64,7 +71,9 @@ def from_notebook(notebook: nbformat.NotebookNode, stem: str) -> tuple[str, dict
                 printed += output.get("text") or data.get("text/plain") or ""
         if printed:
             parts.append(f"```text\n{printed.rstrip()}\n```")
-        for data in (output.data for output in cell.outputs if "image/png" in output.get("data", {})):
+        for data in (
+            output.data for output in cell.outputs if "image/png" in output.get("data", {})
+        ):
             name = f"{stem}_{len(files)}.png"
             files[name] = base64.b64decode(data["image/png"])
             parts.append(f"![{data.get('text/plain', 'Figure')}]({name})")
@@ -87,10 +96,14 @@ def with_links(text: str, source: str, page: str) -> str:
     def link(match: re.Match[str]) -> str:
         shown, target, anchor = match.groups()
         place = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        found = OUTSIDE.get(place, place.removeprefix("docs/") if place.startswith("docs/") else None)
+        found = OUTSIDE.get(
+            place, place.removeprefix("docs/") if place.startswith("docs/") else None
+        )
         if found is None:
             return f"`{shown.strip('`')}`"
-        return f"[{shown}]({posixpath.relpath(found, posixpath.dirname(page) or '.')}{anchor or ''})"
+        return (
+            f"[{shown}]({posixpath.relpath(found, posixpath.dirname(page) or '.')}{anchor or ''})"
+        )
 
     return re.sub(r"\[([^][]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)", link, text)
 
@@ -100,7 +113,9 @@ def with_formulas(text: str) -> str:
     import latex2mathml.converter  # of the extra lp_jax[docs]
 
     def formula(match: re.Match[str]) -> str:
-        drawn = latex2mathml.converter.convert(match[2].strip(), display="block" if match[1] == "$$" else "inline")
+        drawn = latex2mathml.converter.convert(
+            match[2].strip(), display="block" if match[1] == "$$" else "inline"
+        )
         return f"\n<div>{drawn}</div>\n" if match[1] == "$$" else f"<span>{drawn}</span>"
 
     return outside_code(FORMULA, formula, text)
@@ -112,7 +127,12 @@ def with_help(text: str) -> str:
     def help_of(match: re.Match[str]) -> str:
         command = [sys.executable, "-m", "lp_jax", *match[1].split()]
         done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"COLUMNS": "100"}, capture_output=True, text=True, check=True
+            command,
+            cwd=ROOT,
+            env=os.environ | {"COLUMNS": "100"},
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return f"{match[0]}\n\n```text\n{done.stdout.rstrip()}\n```"
 
@@ -121,22 +141,34 @@ def with_help(text: str) -> str:
 
 def pages() -> dict[str, str]:
     """The sources of all pages but notebooks, by the pages' names."""
-    inside = {str(path.relative_to(ROOT / "docs")): str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")}
+    inside = {
+        str(path.relative_to(ROOT / "docs")): str(path.relative_to(ROOT))
+        for path in ROOT.glob("docs/**/*.md")
+    }
     return inside | {page: source for source, page in OUTSIDE.items() if source.endswith(".md")}
 
 
 def main(folder: Path = ROOT / "build" / "pages") -> None:
     """Write all pages and pictures."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("*.py", "*.md", "*.json", "__pycache__"))
+    shutil.copytree(
+        ROOT / "docs",
+        folder,
+        ignore=shutil.ignore_patterns("*.py", "*.md", "*.json", "__pycache__"),
+    )
     (folder / "tutorial").mkdir()
-    texts = {page: with_links((ROOT / source).read_text(), source, page) for page, source in pages().items()}
+    texts = {
+        page: with_links((ROOT / source).read_text(), source, page)
+        for page, source in pages().items()
+    }
     for path in NOTEBOOKS:
         texts[f"tutorial/{path.stem}.md"], files = from_notebook(executed(path), path.stem)
         for name, content in files.items():
             (folder / "tutorial" / name).write_bytes(content)
     for page, text in texts.items():
-        text = re.sub(r"(\(\de)-(\d+\) *\|)", "\\1\u2011\\2", text)  # keep a cell's "(3e-4)" on one line
+        text = re.sub(
+            r"(\(\de)-(\d+\) *\|)", "\\1\u2011\\2", text
+        )  # keep a cell's "(3e-4)" on one line
         (folder / page).parent.mkdir(parents=True, exist_ok=True)
         (folder / page).write_text(with_help(with_formulas(text)))
 

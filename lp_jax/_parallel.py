@@ -23,8 +23,21 @@ from lp_jax._programs import _inputs, _traced
 from lp_jax._scan import refuse_stretched, scan, scanned
 from lp_jax._solvers._solver import Solver
 
-Where = Callable[["Scan"], "bool | Solver | tuple[Solver, Solver]"]  # whether a scan is solved, and by what
-_WALKED = ("jit", "pjit", "closed_call", "remat2", "remat", "checkpoint", "cond", "while", "shard_map", "scan")
+Where = Callable[
+    ["Scan"], "bool | Solver | tuple[Solver, Solver]"
+]  # whether a scan is solved, and by what
+_WALKED = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "remat2",
+    "remat",
+    "checkpoint",
+    "cond",
+    "while",
+    "shard_map",
+    "scan",
+)
 _LEFT = "left as it is: "
 _REFUSED = TypeError, ValueError, NotImplementedError, NameError
 
@@ -52,7 +65,9 @@ class Scans(tuple[Scan, ...]):
             carry = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in one.carry)
             seconds = "" if one.seconds is None else f", {1e3 * one.seconds:.3g} ms predicted"
             back = ", from the end" if one.reverse else ""
-            lines.append(f"{one.source}: {one.length} steps{back}, carry {carry}: {one.takes}{seconds}")
+            lines.append(
+                f"{one.source}: {one.length} steps{back}, carry {carry}: {one.takes}{seconds}"
+            )
         return "\n".join(lines) or "no scan"
 
 
@@ -148,7 +163,10 @@ class _Rules:
         _inputs.solvers(optional=True, solver=self.solver, adjoint_solver=self.adjoint_solver)
 
     def call(self, f: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
-        mask = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in jax.tree.leaves((args, kwargs))]
+        mask = [
+            isinstance(x, jax.Array | np.ndarray | np.generic)
+            for x in jax.tree.leaves((args, kwargs))
+        ]
         arrays, combine = _tree.partition((args, kwargs), mask)
 
         def flat(*arrays: jax.Array) -> PyTree:
@@ -156,7 +174,9 @@ class _Rules:
             return f(*args, **kwargs)
 
         closed, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-        pairs = zip(closed.jaxpr.outvars, self.run(closed.jaxpr, closed.consts, *arrays), strict=True)
+        pairs = zip(
+            closed.jaxpr.outvars, self.run(closed.jaxpr, closed.consts, *arrays), strict=True
+        )
         out = [jnp.asarray(x) if isinstance(v.aval, jax.core.ShapedArray) else x for v, x in pairs]
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
@@ -179,7 +199,9 @@ class _Rules:
             solved = jax.make_jaxpr(called)(*(v.aval for v in eqn.invars))
             return eqn.primitive.bind(*ins, **{**p, "jaxpr": solved})
         if name == "cond":
-            branches = [functools.partial(self.run, branch.jaxpr, branch.consts) for branch in p["branches"]]
+            branches = [
+                functools.partial(self.run, branch.jaxpr, branch.consts) for branch in p["branches"]
+            ]
             return lax.switch(ins[0], branches, *ins[1:])
         if name == "while":
             start, end = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
@@ -192,19 +214,27 @@ class _Rules:
         inside = functools.partial(self.run, p["jaxpr"], ())
         if name == "shard_map":
             axes = p.get("newly_manual_axes", p.get("manual_axes"))  # the latter before jax 0.10.2
-            options = {key: p[key] for key in ("mesh", "in_specs", "check_vma")} | {"axis_names": axes}
+            options = {key: p[key] for key in ("mesh", "in_specs", "check_vma")} | {
+                "axis_names": axes
+            }
             spread = jax.shard_map(inside, **options, out_specs=[*p["out_specs"]])
             return jax.jit(spread)(*ins)  # outside of jit, JAX has no symbolic zeros within one
         return jax.checkpoint(inside, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
 
     def _scan(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        if not all(hasattr(v.aval, "shape") for v in eqn.invars):  # references, and types of other libraries
+        if not all(
+            hasattr(v.aval, "shape") for v in eqn.invars
+        ):  # references, and types of other libraries
             return bind(eqn, ins)
         program, (start, carries) = eqn.params["jaxpr"], _products.scan_parts(eqn)
         consts, init, xs = ins[:start], ins[start : start + carries], ins[start + carries :]
 
-        def body(carry: list[Any], x: list[Any], evaluated: Operation | None = None) -> tuple[list[Any], list[Any]]:
-            out = evaluate(program.jaxpr, program.consts, [*consts, *carry, *x], evaluated or _in_a_solve())
+        def body(
+            carry: list[Any], x: list[Any], evaluated: Operation | None = None
+        ) -> tuple[list[Any], list[Any]]:
+            out = evaluate(
+                program.jaxpr, program.consts, [*consts, *carry, *x], evaluated or _in_a_solve()
+            )
             return out[:carries], out[carries:]
 
         given = init, xs, eqn.params["length"], eqn.params["reverse"]
@@ -213,7 +243,9 @@ class _Rules:
         if solvers is not None:
             refuse_stretched(*solvers)  # the user's mistake, and none of the scan's
             try:
-                out = jax.tree.leaves(scan(body, *given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm))
+                out = jax.tree.leaves(
+                    scan(body, *given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm)
+                )
             except _REFUSED as error:  # not all is known before it is traced
                 about = about._replace(takes=_LEFT + _first_line(error))
         if self.tell is not None:
@@ -243,7 +275,9 @@ class _Rules:
         def left(why: str, **more: Any) -> tuple[Scan, None]:
             return about._replace(takes=_LEFT + why, **more), None
 
-        devices = jax.sharding.get_abstract_mesh().manual_axes  # of a shard_map; a vmap's axis gets lost in a solve
+        devices = (
+            jax.sharding.get_abstract_mesh().manual_axes
+        )  # of a shard_map; a vmap's axis gets lost in a solve
         if any(getattr(effect, "name", None) not in devices for effect in program.effects):
             return left("its step has side effects")
         if not any(map(_tree.inexact, given[1])):
@@ -270,7 +304,9 @@ class _Rules:
             (taken, seconds), (program, _) = _traced.default(problem)
         except _REFUSED as error:
             return left(_first_line(error))
-        if taken[0].exact and problem.comm.size == 1 and not program.workers.processor.launches:  # there it is unrolled
+        if (
+            taken[0].exact and problem.comm.size == 1 and not program.workers.processor.launches
+        ):  # there it is unrolled
             return left("nothing is faster", problem=problem, seconds=seconds)
         return about._replace(takes=str(taken[0]), problem=problem, seconds=seconds), solvers
 
@@ -291,13 +327,18 @@ def _in_a_solve() -> Operation:
 def _source(eqn: core.JaxprEqn) -> str:
     """File, line and function of the caller that is in no installed package."""
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
-        if "site-packages" not in frame.file_name and Path(frame.file_name).parent != Path(__file__).parent:
+        if (
+            "site-packages" not in frame.file_name
+            and Path(frame.file_name).parent != Path(__file__).parent
+        ):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return source_info_util.summarize(eqn.source_info)
 
 
 def _has_scan(equations: Sequence[core.JaxprEqn]) -> bool:
-    return any(equation.primitive.name == "scan" for equation in _products.walk(equations, into=_WALKED))
+    return any(
+        equation.primitive.name == "scan" for equation in _products.walk(equations, into=_WALKED)
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -70,7 +70,9 @@ class Problem(_inputs.Network):
         specs = functools.partial(_partitions, program, arrays)
         arrays = program.refuse_forward_mode(arrays)
         y1, aux, (stats, trajectory) = self.comm.adapt(program.solve, arrays, specs)(arrays)
-        return Solution(y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux)
+        return Solution(
+            y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux
+        )
 
     def solve_vjp(
         self,
@@ -81,7 +83,10 @@ class Problem(_inputs.Network):
         adjoint_guess: CPoints | None = None,
     ) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
         """Return the `Solution` and its pullback, as `lp_jax.solve_vjp` does; the arguments are the same."""
-        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and self.comm != OneDevice():
+        if (
+            AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+            and self.comm != OneDevice()
+        ):
             raise ValueError(
                 "solve_vjp does not work inside jax.set_mesh with explicit axes. Call it outside of it, on the same arrays; or "
                 "take jax.vjp of lp_jax.solve."
@@ -92,9 +97,16 @@ class Problem(_inputs.Network):
         def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
             gradient, stats = pull(*_tree.varying((y1_cotangent, seen_of(aux, aux_cotangent)), y1))
             arguments = (self.params, self.y0, self.shared, self.data)
-            cotangents = (gradient.slices.params, gradient.y0, gradient.shared[0], gradient.slices.data)
+            cotangents = (
+                gradient.slices.params,
+                gradient.y0,
+                gradient.shared[0],
+                gradient.slices.data,
+            )
             cotangents = jax.tree.map(
-                lambda x, cotangent: np.zeros(jnp.shape(x), jax.dtypes.float0) if cotangent is None else cotangent,
+                lambda x, cotangent: (
+                    np.zeros(jnp.shape(x), jax.dtypes.float0) if cotangent is None else cotangent
+                ),
                 arguments,
                 cotangents,
             )
@@ -171,8 +183,12 @@ def solve(
         Math. Data Sci. 2 (2020).
     """
     where = _inputs.comm(comm)
-    problem = Problem(step, params, y0, shared=shared, data=data, t0=t0, t1=t1, comm=where, has_aux=has_aux)
-    return problem.solve(solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess)
+    problem = Problem(
+        step, params, y0, shared=shared, data=data, t0=t0, t1=t1, comm=where, has_aux=has_aux
+    )
+    return problem.solve(
+        solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess
+    )
 
 
 @_check.check_arguments
@@ -210,7 +226,9 @@ def solve_vjp(
         ((8,), (3,))
     """
     whole = Problem(step, params, y0, **problem)
-    return whole.solve_vjp(solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess)
+    return whole.solve_vjp(
+        solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess
+    )
 
 
 def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
@@ -238,7 +256,9 @@ def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
     _inputs.solvers(solver=solver)
     program, arrays = trace(problem, (solver,), inside=True)
     resolved: Solver = arrays.solver
-    return resolved.discretize(program.chain(program.slots(arrays.slices), arrays.y0, arrays.shared))
+    return resolved.discretize(
+        program.chain(program.slots(arrays.slices), arrays.y0, arrays.shared)
+    )
 
 
 def _partitions(program: Program, arrays: Arrays) -> Output:
@@ -253,12 +273,17 @@ def _partitions(program: Program, arrays: Arrays) -> Output:
 
     like = {x.shape: spec(x) for x in jax.tree.leaves(arrays.y0)}
     layer = program.chain(*arrays[:3]).step(0, aux=True)
-    aux = jax.eval_shape(first, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays[:3]))
+    aux = jax.eval_shape(
+        first, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays[:3])
+    )
     nowhere: PyTree = PartitionSpec()
     return (
         jax.tree.map(spec, arrays.y0),
         jax.tree.map(lambda x: PartitionSpec(None, *like.get(x.shape, ())), aux),
-        (Stats(nowhere, nowhere, nowhere), jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), arrays.y0)),
+        (
+            Stats(nowhere, nowhere, nowhere),
+            jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), arrays.y0),
+        ),
     )
 
 

@@ -96,7 +96,9 @@ def scan(
     out = last, _tree.flip(solution.aux) if reverse else solution.aux
     if not any(map(_tree.varying_axes, jax.tree.leaves(out))):
         return out
-    kinds = jax.make_jaxpr(plain)().out_avals  # within a shard_map a solve's results vary between all devices
+    kinds = jax.make_jaxpr(
+        plain
+    )().out_avals  # within a shard_map a solve's results vary between all devices
     leaves, structure = jax.tree.flatten(out)
     return jax.tree.unflatten(structure, map(same_over, leaves, map(_tree.varying_axes, kinds)))
 
@@ -131,13 +133,17 @@ class _BodyStep:
 
     body: Body
     carry: jax.tree_util.PyTreeDef
-    state: jax.tree_util.PyTreeDef  # of what is solved for, with None in the places of the other leaves
+    state: (
+        jax.tree_util.PyTreeDef
+    )  # of what is solved for, with None in the places of the other leaves
 
     @classmethod
     def of(cls, body: Body, init: PyTree) -> "_BodyStep":
         """The state has the structure of the carry. With classes of others it is a list: they may convert what they hold."""
         leaves, carry = jax.tree.flatten(init)
-        state = jax.tree.unflatten(carry, _inexact(leaves)) if _is_plain(carry) else _inexact(leaves)
+        state = (
+            jax.tree.unflatten(carry, _inexact(leaves)) if _is_plain(carry) else _inexact(leaves)
+        )
         return cls(body, carry, jax.tree.structure(state))
 
     def __call__(self, y: State, layer: Layer) -> tuple[State, PyTree]:
@@ -157,7 +163,9 @@ def _of_body(solver: Solver | None, init: PyTree) -> Solver | None:
     return dataclasses.replace(solver, jacobian_of=_BodyStep.of(other, init))  # type: ignore[type-var]
 
 
-def _as_problem(body: Body, init: PyTree, xs: Stacked, n: int, reverse: bool, comm: Comm) -> tuple[Problem, list[Any]]:
+def _as_problem(
+    body: Body, init: PyTree, xs: Stacked, n: int, reverse: bool, comm: Comm
+) -> tuple[Problem, list[Any]]:
     """The problem, and the leaves of the last carry that are not solved for."""
     init, xs = _inputs.arrays(init, "init"), _inputs.arrays(xs, "xs")
     x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
@@ -166,7 +174,10 @@ def _as_problem(body: Body, init: PyTree, xs: Stacked, n: int, reverse: bool, co
         _refuse_split(comm, "reverse=True")
         xs = _tree.flip(xs)
     fixed, last = _fixed(body, init, xs, x, n, comm)
-    data = fixed, jnp.arange(n, dtype=jnp.int32)  # the layers' numbers are stacked even if nothing else is
+    data = (
+        fixed,
+        jnp.arange(n, dtype=jnp.int32),
+    )  # the layers' numbers are stacked even if nothing else is
     step = _BodyStep.of(body, init)
     y0 = step.solved_for(jax.tree.leaves(init))
     return Problem(step, xs, y0, data=data, t1=float(n), comm=comm, has_aux=True), last
@@ -177,7 +188,9 @@ def _length(xs: Stacked, length: Any) -> int:
     for path, leaf in jax.tree.leaves_with_path(xs):
         if jnp.ndim(leaf) == 0:
             where = f"xs{jax.tree_util.keystr(path)}"
-            raise ValueError(f"{where} is a scalar; every leaf of xs must have the layers as its leading axis.")
+            raise ValueError(
+                f"{where} is a scalar; every leaf of xs must have the layers as its leading axis."
+            )
     kinds = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), xs)
     n = jax.eval_shape(lambda xs: lax.scan(lambda c, x: (c, c), 0.0, xs, length)[1], kinds).shape[0]
     if n < 0:
@@ -189,14 +202,18 @@ def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
     """Give weakly typed leaves of ``init`` the dtypes that ``lax.scan`` gives them; it refuses bodies that change the carry."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), x)
     # lists of leaves, as classes of others may convert what they hold
-    kinds = jax.eval_shape(lambda init, xs: jax.tree.leaves(lax.scan(body, init, xs, 1)[0]), init, one)
+    kinds = jax.eval_shape(
+        lambda init, xs: jax.tree.leaves(lax.scan(body, init, xs, 1)[0]), init, one
+    )
     leaves, structure = jax.tree.flatten(init)
     pairs = zip(leaves, kinds, strict=True)  # keys have no astype
     strong = [x.astype(kind.dtype) if getattr(x, "weak_type", False) else x for x, kind in pairs]
     return jax.tree.unflatten(structure, strong)
 
 
-def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: Comm) -> tuple[list[Any], list[Any]]:
+def _fixed(
+    body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: Comm
+) -> tuple[list[Any], list[Any]]:
     """The leaves of the carry that are not inexact: as they enter every layer, and as they leave the last one."""
     leaves, structure = jax.tree.flatten(init)
     inexact, start = list(map(_tree.inexact, leaves)), _others(leaves)
@@ -206,7 +223,9 @@ def _fixed(body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: 
     program = jax.make_jaxpr(body)(init, x).jaxpr
     solved = [*inexact, *[False] * (len(program.invars) - len(inexact))]
     follows = _products.following(program, solved)
-    for (path, leaf), known, follow in zip(jax.tree.leaves_with_path(init), inexact, follows, strict=False):
+    for (path, leaf), known, follow in zip(
+        jax.tree.leaves_with_path(init), inexact, follows, strict=False
+    ):
         if follow and not known:
             raise _IntegersFollow(
                 f"init{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, and body computes it from floating-point leaves of "

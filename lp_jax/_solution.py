@@ -58,8 +58,13 @@ class Solution(NamedTuple):
         y1, trajectory, aux = map(_inputs.describe, (self.y1, self.trajectory, self.aux))
         stats, result = "traced", "traced"
         if not isinstance(self.result, jax.core.Tracer) and jnp.ndim(self.result) == 0:
-            stats, result = repr(self.stats), f"{int(self.result)} ({self._reason(int(self.result)).partition('.')[0]})"
-        return f"Solution(y1={y1}, stats={stats}, result={result}, trajectory={trajectory}, aux={aux})"
+            stats, result = (
+                repr(self.stats),
+                f"{int(self.result)} ({self._reason(int(self.result)).partition('.')[0]})",
+            )
+        return (
+            f"Solution(y1={y1}, stats={stats}, result={result}, trajectory={trajectory}, aux={aux})"
+        )
 
     def raise_if_failed(self) -> "Solution":
         """Return the solution itself, or raise `SolveError`; not under jit. Serial propagation after all is not a failure."""
@@ -69,7 +74,10 @@ class Solution(NamedTuple):
             )
         codes = {int(code) for code in jnp.ravel(self.result)} - {DONE, SERIAL, FELL_BACK}
         if codes:
-            norms = ", ".join("–" if r < 0 else f"{float(r):.3g}" for r in jnp.ravel(self.stats.residual_norms)[:12])
+            norms = ", ".join(
+                "–" if r < 0 else f"{float(r):.3g}"
+                for r in jnp.ravel(self.stats.residual_norms)[:12]
+            )
             reasons = "; ".join(map(self._reason, sorted(codes)))
             raise SolveError(f"{reasons}. Residual norms: [{norms}]." if norms else f"{reasons}.")
         return self
@@ -78,7 +86,9 @@ class Solution(NamedTuple):
         """The message of a result code; if the state is not finite, with the first layer whose output is not."""
         if code != NON_FINITE or jnp.ndim(self.result):
             return RESULTS[code]
-        leaves = [np.asarray(x, complex).reshape(len(x), -1) for x in jax.tree.leaves(self.trajectory)]
+        leaves = [
+            np.asarray(x, complex).reshape(len(x), -1) for x in jax.tree.leaves(self.trajectory)
+        ]
         bad = np.flatnonzero(~np.isfinite(np.concatenate(leaves, axis=1)).all(axis=1))
         if not len(bad):
             return RESULTS[code]

@@ -38,7 +38,9 @@ from jax.flatten_util import ravel_pytree
 
 import lp_jax
 
-plt.rcParams.update({"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12})
+plt.rcParams.update(
+    {"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12}
+)
 
 
 def step(y, layer):  # one layer: as for lax.scan, but the layer has its weights in layer.params
@@ -51,7 +53,9 @@ params = (0.3 * jax.random.normal(keys[0], (64, 8, 8)), jnp.zeros((64, 8)))  # 6
 x = jax.random.normal(keys[1], (16, 8))
 
 
-sweeps = lp_jax.Picard(sweeps=32, rtol=1e-3, fallback=True)  # all layers at once, until a tolerance is met
+sweeps = lp_jax.Picard(
+    sweeps=32, rtol=1e-3, fallback=True
+)  # all layers at once, until a tolerance is met
 
 
 def loss(params, solver):
@@ -91,18 +95,26 @@ WIDTH, LAYERS = 32, 64
 keys = jax.random.split(jax.random.key(1), 3)
 start = {
     "opening": jax.random.normal(keys[0], (64, WIDTH)) / 8,
-    "layers": (jax.random.normal(keys[1], (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5, jnp.zeros((LAYERS, WIDTH))),
+    "layers": (
+        jax.random.normal(keys[1], (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5,
+        jnp.zeros((LAYERS, WIDTH)),
+    ),
     "closing": jax.random.normal(keys[2], (WIDTH, 10)) / WIDTH**0.5,
 }
 optimizer = optax.adam(3e-3)
 
 
 def scores(params, x, solver):
-    return lp_jax.solve(step, params["layers"], x @ params["opening"], t1=2.0, solver=solver).y1 @ params["closing"]
+    return (
+        lp_jax.solve(step, params["layers"], x @ params["opening"], t1=2.0, solver=solver).y1
+        @ params["closing"]
+    )
 
 
 def loss(params, x, y, solver):
-    return optax.losses.softmax_cross_entropy_with_integer_labels(scores(params, x, solver), y).mean()
+    return optax.losses.softmax_cross_entropy_with_integer_labels(
+        scores(params, x, solver), y
+    ).mean()
 
 
 take_gradient = jax.jit(jax.value_and_grad(loss))
@@ -140,7 +152,10 @@ plt.show()
 # same answers.
 
 # %%
-for name, solver in {"one layer after another": lp_jax.Serial(), "all layers at once": sweeps}.items():
+for name, solver in {
+    "one layer after another": lp_jax.Serial(),
+    "all layers at once": sweeps,
+}.items():
     right = scores(params, test_images, solver).argmax(axis=1) == digits.test_y
     print(f"{name:24} test accuracy {right.mean():.1%}")
 
@@ -156,14 +171,23 @@ batch, numbers = (images[:50], digits.train_y[:50]), (1, 3, 6)
 
 
 def error(params, solver):
-    found, exact = (ravel_pytree(take_gradient(params, *batch, each)[1])[0] for each in (solver, lp_jax.Serial()))
+    found, exact = (
+        ravel_pytree(take_gradient(params, *batch, each)[1])[0]
+        for each in (solver, lp_jax.Serial())
+    )
     return jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)
 
 
 fig, ax = plt.subplots()
 for name, at in {"before training": start, "after training": params}.items():
-    ax.semilogy(numbers, [error(at, lp_jax.Picard(sweeps=number)) for number in numbers], "o-", label=name)
-ax.set(xlabel="sweeps", ylabel="relative error of the gradient", title="A few sweeps replace 64 layers in a row")
+    ax.semilogy(
+        numbers, [error(at, lp_jax.Picard(sweeps=number)) for number in numbers], "o-", label=name
+    )
+ax.set(
+    xlabel="sweeps",
+    ylabel="relative error of the gradient",
+    title="A few sweeps replace 64 layers in a row",
+)
 ax.grid(alpha=0.3)
 ax.legend()
 plt.show()

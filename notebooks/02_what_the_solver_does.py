@@ -39,7 +39,9 @@ import numpy as np
 import lp_jax
 from lp_jax import multigrid
 
-plt.rcParams.update({"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12})
+plt.rcParams.update(
+    {"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12}
+)
 
 
 def step(y, layer):  # one residual layer
@@ -49,7 +51,10 @@ def step(y, layer):  # one residual layer
 
 keys = jax.random.split(jax.random.key(0), 3)
 layers, width = 64, 16
-params = jax.random.normal(keys[0], (layers, width, width)) / 4, jax.random.normal(keys[1], (layers, width)) / 4
+params = (
+    jax.random.normal(keys[0], (layers, width, width)) / 4,
+    jax.random.normal(keys[1], (layers, width)) / 4,
+)
 y0 = jax.random.normal(keys[2], (20, width))  # 20 examples
 
 # %% [markdown]
@@ -70,7 +75,9 @@ coarse_steps = {
 }
 fig, ax = plt.subplots()
 for (name, coarse_step), marker in zip(coarse_steps.items(), "os^", strict=True):
-    solver = lp_jax.MGRIT(levels=2, coarsening=4, iterations=8, coarse_step=coarse_step, start="guess")
+    solver = lp_jax.MGRIT(
+        levels=2, coarsening=4, iterations=8, coarse_step=coarse_step, start="guess"
+    )
     norms = np.asarray(lp_jax.solve(step, params, y0, t1=4.0, solver=solver).stats.residual_norms)
     ax.semilogy(np.arange(1, len(norms) + 1), norms, marker=marker, label=name)
 ax.set(xlabel="cycle", ylabel="residual norm", title="Every cycle makes the residual smaller")
@@ -89,7 +96,9 @@ plt.show()
 # cycle on the states between the groups, the so-called C-points. We compare them with the exact states after each cycle.
 
 # %%
-solver = lp_jax.MGRIT(levels=2, coarsening=4, coarse_step=lp_jax.Rediscretize("inject"), start="guess", relaxation="F")
+solver = lp_jax.MGRIT(
+    levels=2, coarsening=4, coarse_step=lp_jax.Rediscretize("inject"), start="guess", relaxation="F"
+)
 problem = lp_jax.Problem(step, params, y0, t1=4.0)
 levels = multigrid.hierarchy(problem, solver)
 
@@ -102,8 +111,15 @@ for _ in range(6):
     states = one_cycle(states)
 
 fig, ax = plt.subplots()
-image = ax.imshow(np.log10(np.maximum(errors, 1e-6)), cmap="viridis_r", aspect="auto", extent=(0.5, 16.5, 5.5, -0.5))
-ax.set(xlabel="group of four layers", ylabel="cycles done", title="Error of the state after each group")
+image = ax.imshow(
+    np.log10(np.maximum(errors, 1e-6)),
+    cmap="viridis_r",
+    aspect="auto",
+    extent=(0.5, 16.5, 5.5, -0.5),
+)
+ax.set(
+    xlabel="group of four layers", ylabel="cycles done", title="Error of the state after each group"
+)
 ax.set_xticks(range(1, 17))
 fig.colorbar(image, label="error, power of ten")
 plt.show()
@@ -142,7 +158,9 @@ def measured(z, relaxation):
         coarse_step=lp_jax.Rediscretize("inject"),
         start="guess",
     )
-    scalar = lp_jax.Problem(multiply, jnp.full(m * groups, z), jnp.zeros(()), t1=float(m * groups))  # dt = 1
+    scalar = lp_jax.Problem(
+        multiply, jnp.full(m * groups, z), jnp.zeros(()), t1=float(m * groups)
+    )  # dt = 1
     levels = multigrid.hierarchy(scalar, solver)
     after = jax.vmap(lambda before: solver.improve(levels, before)[0])(jnp.eye(groups))
     return jnp.abs(after).sum(axis=0).max()
@@ -151,19 +169,30 @@ def measured(z, relaxation):
 def theory(z, relaxation):
     a, b = 1 + z, 1 + m * z
     twice = relaxation == "FCF"
-    return np.abs(a) ** (m * twice) * np.abs(a**m - b) * (1 - np.abs(b) ** (groups - 1 - twice)) / (1 - np.abs(b))
+    return (
+        np.abs(a) ** (m * twice)
+        * np.abs(a**m - b)
+        * (1 - np.abs(b) ** (groups - 1 - twice))
+        / (1 - np.abs(b))
+    )
 
 
 fig, ax = plt.subplots()
 curve, points = np.linspace(-0.499, -0.003, 400), np.linspace(-0.48, -0.02, 12)
 for relaxation, colour in (("F", "tab:blue"), ("FCF", "tab:red")):
     found = jax.jit(jax.vmap(lambda z, r=relaxation: measured(z, r)))(points)
-    ax.plot(curve, theory(curve, relaxation), color=colour, label=f"theory, {relaxation}-relaxation")
+    ax.plot(
+        curve, theory(curve, relaxation), color=colour, label=f"theory, {relaxation}-relaxation"
+    )
     ax.plot(points, found, "o", color=colour, label=f"measured, {relaxation}-relaxation")
-    print(f"{relaxation:3} largest difference {np.abs(found - theory(points, relaxation)).max():.1e}")
+    print(
+        f"{relaxation:3} largest difference {np.abs(found - theory(points, relaxation)).max():.1e}"
+    )
 ax.axhline(1, color="grey", linewidth=1)
 ax.set(
-    xlabel="z: what a layer changes", ylabel="factor of one cycle", title="Measured factors lie on the curve of theory"
+    xlabel="z: what a layer changes",
+    ylabel="factor of one cycle",
+    title="Measured factors lie on the curve of theory",
 )
 ax.set_ylim(0, 1.6)
 ax.grid(alpha=0.3)

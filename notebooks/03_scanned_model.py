@@ -39,7 +39,9 @@ from flax import nnx
 import lp_jax
 from lp_jax import data, nn
 
-plt.rcParams.update({"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12})
+plt.rcParams.update(
+    {"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12}
+)
 
 
 def network(stack, x):
@@ -63,7 +65,9 @@ print(lp_jax.scans(network)(stack, x))
 sweeps = lp_jax.Picard(sweeps=32, rtol=1e-3, fallback=True)
 last, means = network(stack, x)
 last_too, means_too = lp_jax.parallel(network, solver=sweeps)(stack, x)  # the change
-print(f"largest difference {jnp.abs(last - last_too).max():.0e}, of the outputs {jnp.abs(means - means_too).max():.0e}")
+print(
+    f"largest difference {jnp.abs(last - last_too).max():.0e}, of the outputs {jnp.abs(means - means_too).max():.0e}"
+)
 
 # %% [markdown]
 # ## A Flax model: one line
@@ -174,7 +178,11 @@ fig, ax = plt.subplots()
 for scale, marker in ((0.03, "o"), (0.1, "s"), (0.3, "^"), (1.0, "D")):
     norms = residuals(scale)
     ax.semilogy(np.arange(1, 7), norms / norms[0], marker=marker, label=f"{scale:g}")
-ax.set(xlabel="cycle", ylabel="residual norm, first = 1", title="Blocks that add little are solved in a few cycles")
+ax.set(
+    xlabel="cycle",
+    ylabel="residual norm, first = 1",
+    title="Blocks that add little are solved in a few cycles",
+)
 ax.grid(alpha=0.3)
 ax.legend(title="scale of a block")
 plt.show()

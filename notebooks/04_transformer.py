@@ -38,7 +38,9 @@ from flax import nnx
 import lp_jax
 from lp_jax import data, nn, train
 
-plt.rcParams.update({"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12})
+plt.rcParams.update(
+    {"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12}
+)
 DEPTH, WIDTH = 16, 32
 
 
@@ -105,7 +107,9 @@ print(train.evaluate(loss_fn, state.params, [(digits.test_x, digits.test_y)]))
 def changes(params, x):
     trained = nnx.merge(nnx.graphdef(model), params)
     y0 = trained.opening(x)
-    after = trained.trunk.solve(y0, solver=lp_jax.Picard(sweeps=DEPTH)).trajectory  # as many sweeps as layers are exact
+    after = trained.trunk.solve(
+        y0, solver=lp_jax.Picard(sweeps=DEPTH)
+    ).trajectory  # as many sweeps as layers are exact
     before = jnp.concatenate([y0[None], after[:-1]])
     moved, size = (jnp.linalg.norm(y, axis=(2, 3)).mean(axis=1) for y in (after - before, before))
     return moved / size
@@ -113,7 +117,9 @@ def changes(params, x):
 
 fig, ax = plt.subplots()
 for step in (1, 20, 56):
-    ax.plot(np.arange(1, DEPTH + 1), changes(kept[step], digits.test_x[:50]), "o-", label=f"step {step}")
+    ax.plot(
+        np.arange(1, DEPTH + 1), changes(kept[step], digits.test_x[:50]), "o-", label=f"step {step}"
+    )
 ax.axvspan(0.5, 4.5, color="grey", alpha=0.2)
 ax.set(
     xlabel="layer",
@@ -142,7 +148,9 @@ BUFFER = 4
 
 def buffered_model():
     rngs = nnx.Rngs(0)
-    trunk = nn.Network(block(BUFFER, lp_jax.Serial(), rngs), block(DEPTH - BUFFER, lp_jax.Picard(sweeps=4), rngs))
+    trunk = nn.Network(
+        block(BUFFER, lp_jax.Serial(), rngs), block(DEPTH - BUFFER, lp_jax.Picard(sweeps=4), rngs)
+    )
     return nn.Classifier(Opening(rngs), trunk, Closing(rngs))
 
 
@@ -177,7 +185,9 @@ fig, ax = plt.subplots()
 for (name, (loss, prepare, solver)), marker in zip(ways.items(), "os^", strict=True):
     gradient, errors = jax.jit(jax.grad(loss, has_aux=True)), []
     for step in moments:
-        (g, _), (exact, _) = (gradient(prepare(kept[step]), batch, each, None) for each in (solver, lp_jax.Serial()))
+        (g, _), (exact, _) = (
+            gradient(prepare(kept[step]), batch, each, None) for each in (solver, lp_jax.Serial())
+        )
         errors.append(float(optax.tree.norm(optax.tree.sub(g, exact)) / optax.tree.norm(exact)))
     ax.semilogy(moments, errors, marker=marker, label=name)
     print(f"{name:37}", "  ".join(f"{error:.1e}" for error in errors))

@@ -39,7 +39,9 @@ import optax
 import lp_jax
 from lp_jax import data
 
-plt.rcParams.update({"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12})
+plt.rcParams.update(
+    {"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12}
+)
 UNITS = 16
 
 digits = data.digits(seed=0)
@@ -65,9 +67,13 @@ def unit(weights, h, x):  # a gated recurrent unit: memory h, input x
 
 def loss_fn(weights, x, y, solver):
     h0 = jnp.zeros((len(x), UNITS))
-    _, memories = lp_jax.scan(lambda h, x: unit(weights, h, x), h0, jnp.swapaxes(x, 0, 1), solver=solver)
+    _, memories = lp_jax.scan(
+        lambda h, x: unit(weights, h, x), h0, jnp.swapaxes(x, 0, 1), solver=solver
+    )
     scores = memories @ weights["scores"]  # at every step
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(scores, jnp.broadcast_to(y, scores.shape[:2]))
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(
+        scores, jnp.broadcast_to(y, scores.shape[:2])
+    )
     return losses.mean(), scores
 
 
@@ -118,7 +124,11 @@ trained, losses = train(newton)
 fig, ax = plt.subplots()
 ax.plot(exact_losses, linewidth=4, alpha=0.4, label="step by step")
 ax.plot(losses, linewidth=1.2, color="black", label="Newton, all steps at once")
-ax.set(xlabel="training step", ylabel="loss, mean over all time steps", title="The same network learns the same")
+ax.set(
+    xlabel="training step",
+    ylabel="loss, mean over all time steps",
+    title="The same network learns the same",
+)
 ax.grid(alpha=0.3)
 ax.legend()
 plt.show()
@@ -134,7 +144,11 @@ right = (scores.argmax(axis=-1) == test_y).mean(axis=1)
 
 fig, ax = plt.subplots()
 ax.plot(np.arange(1, 65), right)
-ax.set(xlabel="pixels seen", ylabel="right answers", title="The answer gets better while the network reads")
+ax.set(
+    xlabel="pixels seen",
+    ylabel="right answers",
+    title="The answer gets better while the network reads",
+)
 ax.set_ylim(0, 1)
 ax.yaxis.set_major_formatter("{x:.0%}")
 ax.grid(alpha=0.3)
@@ -149,7 +163,9 @@ plt.show()
 # `lp_jax.scanned` makes a problem of the arguments of a scan, and `lp_jax.solve` tells how far it has come.
 
 # %%
-problem = lp_jax.scanned(lambda h, x: unit(trained, h, x), jnp.zeros((50, UNITS)), jnp.swapaxes(test_x[:50], 0, 1))
+problem = lp_jax.scanned(
+    lambda h, x: unit(trained, h, x), jnp.zeros((50, UNITS)), jnp.swapaxes(test_x[:50], 0, 1)
+)
 solvers = {
     "Newton": lp_jax.Newton(iterations=9, relaxations=32, batch_axes=1),
     "Picard sweeps": lp_jax.Picard(sweeps=9),

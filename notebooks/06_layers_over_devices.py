@@ -39,7 +39,9 @@ import numpy as np
 import lp_jax
 from lp_jax import planning, viz
 
-plt.rcParams.update({"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12})
+plt.rcParams.update(
+    {"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12}
+)
 print(jax.devices())
 
 # %% [markdown]
@@ -57,10 +59,15 @@ def step(y, layer):
 
 layers, width = 64, 32
 keys = jax.random.split(jax.random.key(0), 3)
-params = jax.random.normal(keys[0], (layers, width, width)) / 6, jax.random.normal(keys[1], (layers, width)) / 6
+params = (
+    jax.random.normal(keys[0], (layers, width, width)) / 6,
+    jax.random.normal(keys[1], (layers, width)) / 6,
+)
 x = jax.random.normal(keys[2], (50, width))
 injection = lp_jax.Rediscretize("inject")  # a group's coarse step: one layer, sixteen times as long
-solver = lp_jax.MGRIT(levels=2, coarsening=16, iterations=2, coarse_step=injection)  # a group for each device
+solver = lp_jax.MGRIT(
+    levels=2, coarsening=16, iterations=2, coarse_step=injection
+)  # a group for each device
 
 
 def mesh(devices):
@@ -77,9 +84,14 @@ def gradient(comm):
 one = gradient(None)(params)
 for devices in (2, 4):
     several = gradient(mesh(devices))(params)
-    difference = jnp.linalg.norm(np.asarray(several[0]) - np.asarray(one[0])) / jnp.linalg.norm(one[0])
+    difference = jnp.linalg.norm(np.asarray(several[0]) - np.asarray(one[0])) / jnp.linalg.norm(
+        one[0]
+    )
     print(f"{devices} devices: relative difference of the gradient {difference:.0e}")
-print("layers of the gradient on each device:", [shard.data.shape[0] for shard in several[0].addressable_shards])
+print(
+    "layers of the gradient on each device:",
+    [shard.data.shape[0] for shard in several[0].addressable_shards],
+)
 
 # %% [markdown]
 # The numbers are the same, up to rounding. The gradient of a layer lives where the layer lives: nothing is gathered,
@@ -94,7 +106,13 @@ print("layers of the gradient on each device:", [shard.data.shape[0] for shard i
 
 # %%
 one_cycle = lp_jax.MGRIT(
-    levels=2, coarsening=16, iterations=1, coarse_step=injection, relaxation="F", start="guess", storage="all"
+    levels=2,
+    coarsening=16,
+    iterations=1,
+    coarse_step=injection,
+    relaxation="F",
+    start="guess",
+    storage="all",
 )
 viz.schedule(one_cycle, layers, workers=4)
 

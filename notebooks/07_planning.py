@@ -47,7 +47,10 @@ def step(y, layer):
 
 layers, width = 64, 32
 keys = jax.random.split(jax.random.key(0), 3)
-params = jax.random.normal(keys[0], (layers, width, width)) / 8, jax.random.normal(keys[1], (layers, width)) / 8
+params = (
+    jax.random.normal(keys[0], (layers, width, width)) / 8,
+    jax.random.normal(keys[1], (layers, width)) / 8,
+)
 problem = lp_jax.Problem(step, params, jax.random.normal(keys[2], (32, width)), t1=2.0)
 
 # %% [markdown]
@@ -83,7 +86,9 @@ def measured(solver):
 
 for name, solver in {"serial": lp_jax.Serial(), "four sweeps": lp_jax.Picard(sweeps=4)}.items():
     predicted = planning.predict(solver, solver, layers, here).seconds
-    print(f"{name:12} predicted {1e3 * predicted:6.2f} ms   measured {1e3 * measured(solver):6.2f} ms")
+    print(
+        f"{name:12} predicted {1e3 * predicted:6.2f} ms   measured {1e3 * measured(solver):6.2f} ms"
+    )
 
 # %% [markdown]
 # ## A GPU that is not here
@@ -113,7 +118,10 @@ viz.plan(bought)
 widths, batch = (64, 256, 1024, 4096), 256
 gains = []
 for width in widths:
-    shapes = jax.ShapeDtypeStruct((layers, width, width), "float32"), jax.ShapeDtypeStruct((layers, width), "float32")
+    shapes = (
+        jax.ShapeDtypeStruct((layers, width, width), "float32"),
+        jax.ShapeDtypeStruct((layers, width), "float32"),
+    )
     wide = lp_jax.Problem(step, shapes, jax.ShapeDtypeStruct((batch, width), "float32"))
     machine = planning.estimate(wide, device="H200")
     sweeps = lp_jax.Picard(sweeps=4)
@@ -121,7 +129,11 @@ for width in widths:
     gains.append(serial / planning.predict(sweeps, sweeps, layers, machine).seconds)
 
 fig, ax = plt.subplots(figsize=(8, 4), layout="constrained")
-ax.bar([str(width) for width in widths], gains, color=["tab:blue" if gain > 1 else "tab:grey" for gain in gains])
+ax.bar(
+    [str(width) for width in widths],
+    gains,
+    color=["tab:blue" if gain > 1 else "tab:grey" for gain in gains],
+)
 ax.axhline(1, color="black", linewidth=1)
 for i, gain in enumerate(gains):
     ax.text(i, gain, f"{gain:.1f}", ha="center", va="bottom", backgroundcolor="white", zorder=0)

@@ -50,12 +50,20 @@ batch = points.train_x, points.train_y  # the same examples in every step
 def network(layers):
     rngs = nnx.Rngs(0)
     trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(8, rngs=rngs), layers, t1=1.0, rngs=rngs)
-    return nn.Classifier(nn.DenseOpening((2,), 8, rngs=rngs), trunk, nn.DenseClosing((8,), points.classes, rngs=rngs))
+    return nn.Classifier(
+        nn.DenseOpening((2,), 8, rngs=rngs), trunk, nn.DenseClosing((8,), points.classes, rngs=rngs)
+    )
 
 
 fig, ax = plt.subplots(figsize=(4.6, 4), layout="constrained")
 ax.scatter(*points.train_x.T, c=points.train_y, cmap="tab10", s=12)
-ax.set(title="Which of five classes is a point in?", xlabel="x", ylabel="y", xticks=(-1, 0, 1), yticks=(-1, 0, 1))
+ax.set(
+    title="Which of five classes is a point in?",
+    xlabel="x",
+    ylabel="y",
+    xticks=(-1, 0, 1),
+    yticks=(-1, 0, 1),
+)
 plt.show()
 
 # %% [markdown]
@@ -77,7 +85,9 @@ step_fn = train.make_train_step(loss_fn, optimizer)
 def fit(solver, adjoint_solver=None, controller=None):
     state = train.init_state(params, optimizer)
     given = {"steps_per_epoch": 1, "epochs": EPOCHS, "controller": controller}
-    return train.fit(step_fn, state, lambda epoch: [batch], solver=solver, adjoint_solver=adjoint_solver, **given)[1]
+    return train.fit(
+        step_fn, state, lambda epoch: [batch], solver=solver, adjoint_solver=adjoint_solver, **given
+    )[1]
 
 
 logs = {
@@ -91,7 +101,9 @@ logs = {
 # trains two networks, the second from what the first has learnt.
 
 # %%
-one_shot_step, state = train.one_shot(loss_fn, params, optimizer, batch, solver=two, adjoint_solver=three)
+one_shot_step, state = train.one_shot(
+    loss_fn, params, optimizer, batch, solver=two, adjoint_solver=three
+)
 logs["one-shot"] = train.fit(
     one_shot_step,
     state,
@@ -103,7 +115,9 @@ logs["one-shot"] = train.fit(
 )[1]
 
 depths = [train.Depth(8, epochs=EPOCHS * 2 // 3), train.Depth(LAYERS, epochs=EPOCHS // 3)]
-logs["nested"] = train.nested(network(8), optimizer, lambda epoch: [batch], depths, steps_per_epoch=1)[2]
+logs["nested"] = train.nested(
+    network(8), optimizer, lambda epoch: [batch], depths, steps_per_epoch=1
+)[2]
 
 # %% [markdown]
 # ## What they cost

@@ -34,7 +34,9 @@ import numpy as np
 
 import lp_jax
 
-plt.rcParams.update({"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12})
+plt.rcParams.update(
+    {"figure.figsize": (8, 4.5), "figure.constrained_layout.use": True, "font.size": 12}
+)
 
 # %% [markdown]
 # ## A sampler
@@ -47,7 +49,9 @@ plt.rcParams.update({"figure.figsize": (8, 4.5), "figure.constrained_layout.use"
 STEPS = 200
 angles = jnp.arange(8) * 2 * jnp.pi / 8
 centres = 2 * jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)
-kept = jnp.concatenate([jnp.ones(1), jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, 1000))])  # how much of the data is left
+kept = jnp.concatenate(
+    [jnp.ones(1), jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, 1000))]
+)  # how much of the data is left
 levels = kept[jnp.linspace(1000, 0, STEPS + 1).round().astype(int)]
 
 
@@ -124,7 +128,9 @@ for iterations in (1, 4):
     _, found = lp_jax.scan(kalman, nothing_known, seen, solver=newton)
     ax.plot(time, found, linewidth=1.2, label=f"iteration {iterations}")
     print(f"after iteration {iterations}: largest error {jnp.abs(found - filtered).max():.0e}")
-ax.set(xlabel="time", ylabel="position", title="A Kalman filter, all 400 steps at once", ylim=(-8, 12))
+ax.set(
+    xlabel="time", ylabel="position", title="A Kalman filter, all 400 steps at once", ylim=(-8, 12)
+)
 ax.legend(ncols=2)
 plt.show()
 
@@ -176,7 +182,12 @@ for log_density, colour in ((round_top, "C0"), (banana, "C1")):
     left.semilogy(np.arange(1, taken + 1), norms, color=colour, label=name)
     right.plot(*solution.aux.T, ".", markersize=4, color=colour, alpha=0.6, label=name)
     print(f"{name}: {taken} iterations for 500 steps")
-left.set(xlabel="iteration", ylabel="residual norm", title="Soon, or after many iterations", ylim=(1e-6, 2e12))
+left.set(
+    xlabel="iteration",
+    ylabel="residual norm",
+    title="Soon, or after many iterations",
+    ylim=(1e-6, 2e12),
+)
 right.set(title="The chains", xlabel="first number", ylabel="second number")
 left.grid(alpha=0.3)
 left.legend()

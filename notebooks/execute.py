@@ -37,9 +37,13 @@ def execute(source: Path, folder: Path, *, cell_seconds: int = 300) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         kernel = AsyncKernelManager(
             kernel_name="python3",
-            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # the kernel of this Python, no other
+            kernel_spec_manager=KernelSpecManager(
+                kernel_dirs=[]
+            ),  # the kernel of this Python, no other
             connection_file=str(Path(scratch) / "kernel.json"),
-            transport="tcp" if sys.platform == "win32" else "ipc",  # no port that others could connect to
+            transport="tcp"
+            if sys.platform == "win32"
+            else "ipc",  # no port that others could connect to
         )
         client = NotebookClient(
             notebook,
@@ -50,7 +54,10 @@ def execute(source: Path, folder: Path, *, cell_seconds: int = 300) -> Path:
             resources={"metadata": {"path": scratch}},
         )
         paths = os.pathsep.join([str(source.parents[1]), *filter(None, [kept.get("PYTHONPATH")])])
-        client.execute(cleanup_kc=True, env=kept | {"JAX_PLATFORMS": "cpu", "IPYTHONDIR": scratch, "PYTHONPATH": paths})
+        client.execute(
+            cleanup_kc=True,
+            env=kept | {"JAX_PLATFORMS": "cpu", "IPYTHONDIR": scratch, "PYTHONPATH": paths},
+        )
     folder.mkdir(parents=True, exist_ok=True)
     written = folder / f"{source.stem}.ipynb"
     nbformat.write(notebook, written)
@@ -59,9 +66,13 @@ def execute(source: Path, folder: Path, *, cell_seconds: int = 300) -> Path:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Execute the notebooks and write them as .ipynb files.")
+    parser = argparse.ArgumentParser(
+        description="Execute the notebooks and write them as .ipynb files."
+    )
     parser.add_argument("folder", type=Path, help="where the executed notebooks are written")
-    parser.add_argument("names", nargs="*", help="the first letters of those to run, such as 02; all by default")
+    parser.add_argument(
+        "names", nargs="*", help="the first letters of those to run, such as 02; all by default"
+    )
     options = parser.parse_args()
     chosen = [path for path in SOURCES if path.name.startswith(tuple(options.names) or ("",))]
     if not chosen:

@@ -35,19 +35,25 @@ class Footprint(NamedTuple):
 def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footprint:
     """Read a layer's program, traced for one layer's ``operands``; products of at most ``terms`` rows are few."""
     nbytes = _tree.nbytes(operands)
-    if not all(isinstance(size, int) for v in program.invars for size in array_type(v).shape):  # of `jax.export`
+    if not all(
+        isinstance(size, int) for v in program.invars for size in array_type(v).shape
+    ):  # of `jax.export`
         return Footprint(0, 0, math.inf, counted=False)
     program = live(program)
     try:
         flops, numbers, kernels = cost_of(program)
     except ValueError:  # a loop whose length is data
         return Footprint(nbytes, 0, math.inf, counted=False)
-    kernels = 1 + max(1, kernels)  # without products and reductions, too, some operations are not fused
+    kernels = 1 + max(
+        1, kernels
+    )  # without products and reductions, too, some operations are not fused
     counted, few = not opaque(program), has_few(program, terms, least=2)
     switches = any(equation.primitive.name == "cond" for equation in walk(program.eqns))
     branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches else 1.0
     one_row = has_few(program, 1) and not has_few(program, sys.maxsize, least=2)
-    return Footprint(nbytes, most_alive(program), flops, counted, few, one_row, numbers, kernels, branches)
+    return Footprint(
+        nbytes, most_alive(program), flops, counted, few, one_row, numbers, kernels, branches
+    )
 
 
 def _at_once_cost(program: core.Jaxpr) -> float:
@@ -58,7 +64,10 @@ def _at_once_cost(program: core.Jaxpr) -> float:
         return jax.vmap(core.jaxpr_as_fun(core.ClosedJaxpr(program, consts)))(*operands)
 
     kinds = [*(((), v) for v in program.constvars), *(((2,), v) for v in program.invars)]
-    shapes = [jax.ShapeDtypeStruct((*more, *array_type(v).shape), array_type(v).dtype) for more, v in kinds]
+    shapes = [
+        jax.ShapeDtypeStruct((*more, *array_type(v).shape), array_type(v).dtype)
+        for more, v in kinds
+    ]
     flops, numbers, _ = cost_of(live(jax.make_jaxpr(layers)(*shapes).jaxpr))
     return (flops + numbers) / 2
 
@@ -75,12 +84,18 @@ class Processor:
     row_kernel: float  # the same for products of one row
     backward: float  # kernels of a layer's gradient, relative to those of its evaluation
     launch: float  # to start a kernel that evaluates several layers
-    few_rows: float = 0.0  # more for each kernel of a layer in a batch, where products have a few rows
+    few_rows: float = (
+        0.0  # more for each kernel of a layer in a batch, where products have a few rows
+    )
     latency: float  # of a message to another worker
     launches: bool = True  # whether each turn of a loop is launched anew: few long turns are cheap
-    outer_terms: int = 0  # most terms of a weight's gradient that is a sum of outer products: `with_few_terms`
+    outer_terms: int = (
+        0  # most terms of a weight's gradient that is a sum of outer products: `with_few_terms`
+    )
     chain_flops: float = math.inf  # in the time of one turn of a loop
-    kernel_step: float | None = None  # a step in a kernel for elementwise steps; None where there is no such kernel
+    kernel_step: float | None = (
+        None  # a step in a kernel for elementwise steps; None where there is no such kernel
+    )
 
     def at_once(self, layer: Footprint, steps: int) -> int:
         """Number of ``steps`` layers that are evaluated at once."""
@@ -107,7 +122,10 @@ class Processor:
     def batch(self, layer: Footprint, steps: int) -> float:
         """Seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
         starts = (layer.kernels + OF_A_SUM) * math.ceil(steps / self.at_once(layer, steps))
-        one = layer.branches * self.one(layer, steps=steps) + self.few_rows * layer.few * layer.kernels
+        one = (
+            layer.branches * self.one(layer, steps=steps)
+            + self.few_rows * layer.few * layer.kernels
+        )
         return self.launch * starts + steps * one
 
     def jacobians(self, matrices: int, numbers: int) -> float:
@@ -137,11 +155,16 @@ class Processor:
         return _tree.divisor(count, most)
 
 
-_BYTES = 4  # per number that an operation other than a product computes: half of them are fused away
+_BYTES = (
+    4  # per number that an operation other than a product computes: half of them are fused away
+)
 _PASSES = 10  # over the Jacobians, in an iteration of Newton's method
 OF_NEWTON = 100  # kernels of such an iteration
 OF_A_SUM = 6  # kernels of the sums of increments in a sweep
-_SOME, _ALL = 8, 16  # turns of a loop that are unrolled; most turns of one that is unrolled as a whole
+_SOME, _ALL = (
+    8,
+    16,
+)  # turns of a loop that are unrolled; most turns of one that is unrolled as a whole
 _MOST = 2048  # operations of all turns that are unrolled
 # On a CPU: most bytes of layers that are all evaluated at once, and bytes of those that are where there are more. Layers of less
 # than a flop per byte of operands are not split, as copying operands would cost more.
@@ -198,7 +221,9 @@ def processor(platform: str, kind: str = "") -> Processor:
     if name is None:
         return ACCELERATOR
     flops, bandwidth = _SHEETS[name]
-    return dataclasses.replace(ACCELERATOR, flops=flops, bandwidth=bandwidth, kernel_step=_KERNEL_STEPS.get(name))
+    return dataclasses.replace(
+        ACCELERATOR, flops=flops, bandwidth=bandwidth, kernel_step=_KERNEL_STEPS.get(name)
+    )
 
 
 def named(device: str) -> Processor:
@@ -211,7 +236,12 @@ def named(device: str) -> Processor:
 
 
 def in_chunks(
-    f: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], carry: PyTree, xs: PyTree, size: int, *, reverse: bool = False
+    f: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    carry: PyTree,
+    xs: PyTree,
+    size: int,
+    *,
+    reverse: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """Run ``carry, ys = f(carry, xs)`` on ``size`` entries of ``xs`` at a time, which ``ys`` has, too; a rest comes last."""
     n = _tree.leading(xs)
@@ -233,7 +263,9 @@ def in_chunks(
     if whole == n:
         return carry, ys
     carry, rest = f(carry, jax.tree.map(lambda x: x[: n - whole] if reverse else x[whole:], xs))
-    return carry, jax.tree.map(lambda a, b: jnp.concatenate([b, a] if reverse else [a, b]), ys, rest)
+    return carry, jax.tree.map(
+        lambda a, b: jnp.concatenate([b, a] if reverse else [a, b]), ys, rest
+    )
 
 
 def chunk(n: int, most: int) -> int:
@@ -249,4 +281,6 @@ def batched(one: Callable[..., PyTree], size: int) -> Callable[..., PyTree]:
     if size != 1:
         return jax.vmap(one)
     first = functools.partial(jax.tree.map, lambda x: x[0])
-    return lambda *operands: jax.tree.map(lambda x: jnp.asarray(x)[None], one(*map(first, operands)))
+    return lambda *operands: jax.tree.map(
+        lambda x: jnp.asarray(x)[None], one(*map(first, operands))
+    )

@@ -16,7 +16,17 @@ T = TypeVar("T", bound=Callable[..., object])
 C = TypeVar("C")
 
 _SAME = (  # synonyms, of this field and of other libraries
-    {"sweeps", "iterations", "cycles", "iters", "max_iter", "maxiter", "max_iterations", "max_steps", "n_iterations"},
+    {
+        "sweeps",
+        "iterations",
+        "cycles",
+        "iters",
+        "max_iter",
+        "maxiter",
+        "max_iterations",
+        "max_steps",
+        "n_iterations",
+    },
     {"rtol", "tol", "tolerance", "eps", "epsilon"},
     {"levels", "max_levels", "n_levels"},
     {"coarsening", "cf", "m", "cfactor", "coarsening_factor", "factor"},
@@ -67,11 +77,17 @@ def at_once(value: object) -> None:
 def tolerance(rtol: object, fallback: object, *, has_tolerance: bool) -> None:
     """Refuse a relative tolerance that no residual norm can meet, and a fallback without a tolerance."""
     if isinstance(rtol, str | bool):
-        raise TypeError(f"rtol must be a number, or None for a fixed number of iterations; got {rtol!r}.")
+        raise TypeError(
+            f"rtol must be a number, or None for a fixed number of iterations; got {rtol!r}."
+        )
     if isinstance(rtol, int | float) and not rtol >= 0:
-        raise ValueError(f"rtol must be at least 0, as a part of the first residual norm; got {rtol}.")
+        raise ValueError(
+            f"rtol must be at least 0, as a part of the first residual norm; got {rtol}."
+        )
     if fallback and not has_tolerance:
-        raise ValueError("fallback=True got no tolerance that could be missed. Set rtol, for example rtol=1e-3.")
+        raise ValueError(
+            "fallback=True got no tolerance that could be missed. Set rtol, for example rtol=1e-3."
+        )
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
@@ -91,7 +107,9 @@ def check_arguments(f: T) -> T:
     title = f.__name__
     parameters = [p for p in inspect.signature(target).parameters.values() if p.name != "self"]
     names = [p.name for p in parameters]
-    others = any(p.kind == p.VAR_KEYWORD for p in parameters)  # they are passed on to a function that checks them
+    others = any(
+        p.kind == p.VAR_KEYWORD for p in parameters
+    )  # they are passed on to a function that checks them
     first = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
     skip = int(isinstance(f, type))
 
@@ -99,10 +117,20 @@ def check_arguments(f: T) -> T:
     def checked(*args: object, **kwargs: object) -> object:
         positional = args[skip:]
         if len(positional) > len(first):
-            wanted = f"takes {', '.join(first)} by position" if first else "takes its arguments by name"
+            wanted = (
+                f"takes {', '.join(first)} by position" if first else "takes its arguments by name"
+            )
             extra, rest = positional[len(first)], names[len(first) :]
-            name = "solver" if "solver" in rest and hasattr(extra, "for_adjoint") else rest[0] if not first else "..."
-            raise TypeError(f"{title} {wanted}; got {_short_repr(extra)}, too. Name it: {name}={_short_repr(extra)}.")
+            name = (
+                "solver"
+                if "solver" in rest and hasattr(extra, "for_adjoint")
+                else rest[0]
+                if not first
+                else "..."
+            )
+            raise TypeError(
+                f"{title} {wanted}; got {_short_repr(extra)}, too. Name it: {name}={_short_repr(extra)}."
+            )
         for name in kwargs:
             if not (others or name in names):
                 near = nearest(name, names)
@@ -129,8 +157,13 @@ def register(*data: str) -> Callable[[type[C]], type[C]]:
         # trees by `register_dataclass` are equal for classes of equal fields, so that jit may run one's program for another
         jax.tree_util.register_pytree_with_keys(
             cls,
-            lambda x: ([(GetAttrKey(name), getattr(x, name)) for name in data], tuple(getattr(x, f) for f in static)),
-            lambda fixed, leaves: cls(**dict(zip((*static, *data), (*fixed, *leaves), strict=True))),
+            lambda x: (
+                [(GetAttrKey(name), getattr(x, name)) for name in data],
+                tuple(getattr(x, f) for f in static),
+            ),
+            lambda fixed, leaves: cls(
+                **dict(zip((*static, *data), (*fixed, *leaves), strict=True))
+            ),
         )
         return check_arguments(cls)
 

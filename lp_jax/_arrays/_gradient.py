@@ -21,22 +21,32 @@ def reverse_only(tree: PyTree, message: str) -> PyTree:
     return jax.tree.map(functools.partial(_marked.bind, message=message), tree)
 
 
-def _identity(name: str, *, of_tangents: Primitive | None = None, **rules: Callable[..., Any]) -> Primitive:
+def _identity(
+    name: str, *, of_tangents: Primitive | None = None, **rules: Callable[..., Any]
+) -> Primitive:
     """Make the identity on an array, with another primitive for tangents, and some rules replaced."""
     primitive = Primitive(name)
 
-    def jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: str) -> tuple[jax.Array, Any]:
+    def jvp(
+        primals: Sequence[jax.Array], tangents: Sequence[Any], **params: str
+    ) -> tuple[jax.Array, Any]:
         (x,), (t,) = primals, tangents
-        out = primitive.bind(x, **params) if of_tangents is None else x  # differentiated once, it is unmarked
+        out = (
+            primitive.bind(x, **params) if of_tangents is None else x
+        )  # differentiated once, it is unmarked
         return out, t if isinstance(t, ad.Zero) else (of_tangents or primitive).bind(t, **params)
 
-    def batch(operands: Sequence[jax.Array], axes: Sequence[int], **params: str) -> tuple[jax.Array, int]:
+    def batch(
+        operands: Sequence[jax.Array], axes: Sequence[int], **params: str
+    ) -> tuple[jax.Array, int]:
         return primitive.bind(*operands, **params), axes[0]
 
     primitive.def_impl(rules.get("evaluate", lambda x, message: x))
     primitive.def_abstract_eval(lambda x, message: x)
     ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = rules.get("transpose", lambda cotangent, x, message: [cotangent])
+    ad.primitive_transposes[primitive] = rules.get(
+        "transpose", lambda cotangent, x, message: [cotangent]
+    )
     batching.primitive_batchers[primitive] = rules.get("evaluate", batch)
     mlir.register_lowering(primitive, rules.get("evaluate", lambda context, x, message: [x]))
     return primitive
@@ -53,4 +63,6 @@ def _refuse_tangent(*operands: object, message: str) -> NoReturn:
 
 
 _untransposed = _identity("without_gradient", transpose=_refuse_transpose)
-_marked = _identity("reverse_only", of_tangents=_identity("reverse_only_tangent", evaluate=_refuse_tangent))
+_marked = _identity(
+    "reverse_only", of_tangents=_identity("reverse_only_tangent", evaluate=_refuse_tangent)
+)

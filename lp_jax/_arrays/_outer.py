@@ -14,7 +14,9 @@ from jax.interpreters import ad, batching, mlir
 from lp_jax._arrays._products import array_type, bind, evaluate, walk
 
 # of ``dot_general``: the axes that are summed over, and those of a batch, in both operands
-DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+DimensionNumbers = tuple[
+    tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
+]
 
 
 def with_few_terms(program: core.ClosedJaxpr, terms: int) -> Callable[..., list[jax.Array]]:
@@ -53,13 +55,19 @@ def _few(equation: core.JaxprEqn, terms: int, least: int = 1) -> bool:
     return plain and alike and whole and isinstance(rows, int) and least <= rows <= terms
 
 
-def _product(x: jax.Array, w: jax.Array, *, dimension_numbers: DimensionNumbers, **params: object) -> jax.Array:
+def _product(
+    x: jax.Array, w: jax.Array, *, dimension_numbers: DimensionNumbers, **params: object
+) -> jax.Array:
     (_, (contracted,)), _ = dimension_numbers
-    rows = _dot(few_terms, x.reshape(-1, x.shape[-1]), w if contracted == 0 else w.T, 1, 0, **params)
+    rows = _dot(
+        few_terms, x.reshape(-1, x.shape[-1]), w if contracted == 0 else w.T, 1, 0, **params
+    )
     return rows.reshape(*x.shape[:-1], rows.shape[-1])
 
 
-def _dot(primitive: core.Primitive, x: jax.Array, y: jax.Array, left: int, right: int, **params: object) -> jax.Array:
+def _dot(
+    primitive: core.Primitive, x: jax.Array, y: jax.Array, left: int, right: int, **params: object
+) -> jax.Array:
     """The product of two matrices, or of a batch of both, summed over the axes ``left`` and ``right``."""
     first = x.ndim - 2
     batch = tuple(range(first))
@@ -69,14 +77,18 @@ def _dot(primitive: core.Primitive, x: jax.Array, y: jax.Array, left: int, right
 
 
 def _sum_of_outer_products(x: jax.Array, y: jax.Array, **params: object) -> jax.Array:
-    return functools.reduce(jnp.add, (x[..., k, :, None] * y[..., k, None, :] for k in range(x.shape[-2])))
+    return functools.reduce(
+        jnp.add, (x[..., k, :, None] * y[..., k, None, :] for k in range(x.shape[-2]))
+    )
 
 
 def _bilinear(name: str, program: Callable[..., jax.Array]) -> core.Primitive:
     """Make a primitive for ``dot_general`` of two matrices, or of a batch of both (layers at once), run by ``program``."""
     primitive = core.Primitive(name)
 
-    def at_once(operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
+    def at_once(
+        operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
+    ) -> tuple[jax.Array, int]:
         if None in axes or operands[0].ndim > 3:
             product = functools.partial(lax.dot_general_p.bind, **params)
             return jax.vmap(product, in_axes=tuple(axes))(*operands), 0
@@ -85,7 +97,9 @@ def _bilinear(name: str, program: Callable[..., jax.Array]) -> core.Primitive:
         return _dot(primitive, x, y, left, right, **params), 0
 
     primitive.def_impl(program)
-    primitive.def_abstract_eval(lambda x, y, **params: lax.dot_general_p.abstract_eval(x, y, **params)[0])
+    primitive.def_abstract_eval(
+        lambda x, y, **params: lax.dot_general_p.abstract_eval(x, y, **params)[0]
+    )
     mlir.register_lowering(primitive, mlir.lower_fun(program, multiple_results=False))
     batching.primitive_batchers[primitive] = at_once
     return primitive

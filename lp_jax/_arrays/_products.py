@@ -28,9 +28,14 @@ def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
     """Return the cost of a program; with ``terms``, of its products only those whose entries sum so many terms."""
     flops, numbers, kernels = 0.0, 0.0, 0
     for equation in jaxpr.eqns:
-        name, results = equation.primitive.name, [math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars]
+        name, results = (
+            equation.primitive.name,
+            [math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars],
+        )
         if name == "while":
-            raise ValueError("A loop whose length is data has no cost before it runs; leave tolerances out.")
+            raise ValueError(
+                "A loop whose length is data has no cost before it runs; leave tolerances out."
+            )
         if is_product(equation):
             flops += _flops(equation, terms)
             kernels += 2
@@ -41,7 +46,10 @@ def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
             numbers += turns * each.numbers
             kernels += each.kernels if turns == 1 else turns * (each.kernels + 1)
         elif name == "conv_general_dilated":
-            shape, out = array_type(equation.invars[1]).shape, equation.params["dimension_numbers"].rhs_spec[0]
+            shape, out = (
+                array_type(equation.invars[1]).shape,
+                equation.params["dimension_numbers"].rhs_spec[0],
+            )
             numbers += results[0] * math.prod(shape) / shape[out]
             kernels += 2
         else:
@@ -55,7 +63,9 @@ def live(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
-def walk(equations: Sequence[core.JaxprEqn], into: Sequence[str] | None = None) -> Iterator[core.JaxprEqn]:
+def walk(
+    equations: Sequence[core.JaxprEqn], into: Sequence[str] | None = None
+) -> Iterator[core.JaxprEqn]:
     """These equations, and all in the programs within them; with ``into``, within operations of these names only."""
     for equation in equations:
         yield equation
@@ -68,8 +78,12 @@ def scan_parts(equation: core.JaxprEqn) -> tuple[int, int]:
     """Numbers of constants and carries of a scan, told by shapes: all other operands and results lose an axis in its body."""
     (body,) = inside(equation)
 
-    def alike(outer: Sequence[core.Var | core.Literal], inner: Sequence[core.Var | core.Literal]) -> int:
-        return sum(array_type(a).ndim == array_type(b).ndim for a, b in zip(outer, inner, strict=True))
+    def alike(
+        outer: Sequence[core.Var | core.Literal], inner: Sequence[core.Var | core.Literal]
+    ) -> int:
+        return sum(
+            array_type(a).ndim == array_type(b).ndim for a, b in zip(outer, inner, strict=True)
+        )
 
     carries = alike(equation.outvars, body.outvars)
     return alike(equation.invars, body.invars) - carries, carries
@@ -93,14 +107,20 @@ def called(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     if name == "while" or name.startswith("reduce"):
         return []
     arity = len(equation.invars) - (name == "cond"), len(equation.outvars)
-    programs = [p for p in programs if (len(p.invars), len(p.outvars)) == arity]  # not the addition of a scatter
+    programs = [
+        p for p in programs if (len(p.invars), len(p.outvars)) == arity
+    ]  # not the addition of a scatter
     return programs if name == "cond" else programs[:1]
 
 
-Operation = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]  # values of its results, from those of its operands
+Operation = Callable[
+    [core.JaxprEqn, list[Any]], Sequence[Any]
+]  # values of its results, from those of its operands
 
 
-def follow(jaxpr: core.Jaxpr, inputs: Sequence[Any], operation: Operation, otherwise: Any) -> list[Any]:
+def follow(
+    jaxpr: core.Jaxpr, inputs: Sequence[Any], operation: Operation, otherwise: Any
+) -> list[Any]:
     """Propagate values from the inputs of a program to its results; literals and constants have the value ``otherwise``."""
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -108,7 +128,9 @@ def follow(jaxpr: core.Jaxpr, inputs: Sequence[Any], operation: Operation, other
         return otherwise if isinstance(v, core.Literal) else known.get(v, otherwise)
 
     for equation in jaxpr.eqns:
-        known.update(zip(equation.outvars, operation(equation, list(map(of, equation.invars))), strict=True))
+        known.update(
+            zip(equation.outvars, operation(equation, list(map(of, equation.invars))), strict=True)
+        )
     return list(map(of, jaxpr.outvars))
 
 
@@ -120,7 +142,10 @@ def following(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
         results, first = [any(operands)] * len(equation.outvars), int(name == "cond")
         consts, carries = scan_parts(equation) if name == "scan" else (0, 0)
         while programs and operands != before:
-            before, flags = list(operands), [following(program, operands[first:]) for program in programs]
+            before, flags = (
+                list(operands),
+                [following(program, operands[first:]) for program in programs],
+            )
             results = [any((*operands[:first], *each)) for each in zip(*flags, strict=True)]
             carry = slice(consts, consts + carries)
             operands[carry] = [a or b for a, b in zip(operands[carry], results, strict=False)]
@@ -139,7 +164,11 @@ def _flops(equation: core.JaxprEqn, terms: int | None) -> float:
     shape = array_type(equation.invars[0]).shape
     (contracted, _), _ = equation.params["dimension_numbers"]
     summed = math.prod(shape[i] for i in contracted)
-    return 0.0 if terms not in (None, summed) else 2.0 * math.prod(array_type(equation.outvars[0]).shape) * summed
+    return (
+        0.0
+        if terms not in (None, summed)
+        else 2.0 * math.prod(array_type(equation.outvars[0]).shape) * summed
+    )
 
 
 def depth_of(jaxpr: core.Jaxpr, terms: int | None = None) -> float:
@@ -162,16 +191,29 @@ def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], terms: int | None) -> 
     return follow(jaxpr, entering, operation, 0.0)
 
 
-def _scan_depths(equation: core.JaxprEqn, entering: list[float], terms: int | None) -> Sequence[float]:
-    (consts, carries), length, (body,) = scan_parts(equation), equation.params["length"], inside(equation)
-    fixed, state, xs = entering[:consts], entering[consts : consts + carries], entering[consts + carries :]
+def _scan_depths(
+    equation: core.JaxprEqn, entering: list[float], terms: int | None
+) -> Sequence[float]:
+    (consts, carries), length, (body,) = (
+        scan_parts(equation),
+        equation.params["length"],
+        inside(equation),
+    )
+    fixed, state, xs = (
+        entering[:consts],
+        entering[consts : consts + carries],
+        entering[consts + carries :],
+    )
     history: list[list[float]] = []
     for turn in range(length):
         reached = _depths(body, (*fixed, *state, *xs), terms)
         state = reached[:carries]
         history.append(reached)
         if len(history) >= 4:  # regular from here on, if three differences agree
-            steps = [[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(history[-4:])]
+            steps = [
+                [b - a for a, b in zip(*pair, strict=True)]
+                for pair in itertools.pairwise(history[-4:])
+            ]
             if steps[0] == steps[1] == steps[2]:
                 return [r + (length - 1 - turn) * s for r, s in zip(reached, steps[0], strict=True)]
     return history[-1] if history else [*state, *[0.0] * (len(equation.outvars) - carries)]
@@ -210,7 +252,9 @@ def _nbytes(v: core.Var) -> int:
 CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"}
 
 
-def evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], operation: Operation) -> list[Any]:
+def evaluate(
+    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], operation: Operation
+) -> list[Any]:
     """Evaluate a program, with each operation's scopes and place in the source."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
@@ -219,7 +263,10 @@ def evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], oper
 
     for eqn in jaxpr.eqns:
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        with (
+            source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+            eqn.ctx.manager,
+        ):
             env.update(zip(eqn.outvars, operation(eqn, [read(v) for v in eqn.invars]), strict=True))
     return [read(v) for v in jaxpr.outvars]
 
@@ -231,7 +278,9 @@ def bind(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
     p, kinds = eqn.params, [_tree.varying_axes(v.aval) for v in eqn.invars]
     if len(set(kinds)) == 1:  # as lax.add and the like make their operands
         ins = list(_tree.varying(tuple(ins), tuple(ins)))
-    if "jaxpr" in p and any(_tree.varying_axes(x) != kind for x, kind in zip(ins, kinds, strict=True)):
+    if "jaxpr" in p and any(
+        _tree.varying_axes(x) != kind for x, kind in zip(ins, kinds, strict=True)
+    ):
         return evaluate(p["jaxpr"].jaxpr, p["jaxpr"].consts, ins, bind)
     out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(p))
     return out if eqn.primitive.multiple_results else [out]

@@ -87,7 +87,9 @@ def entry_like(tree: PyTree) -> PyTree:
 
 def varying_axes(x: object) -> frozenset[Hashable]:
     """Axes of a mesh along which devices hold different numbers, as ``shard_map`` checks it."""
-    kind = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x  # others refuse a value that is not an array
+    kind = (
+        jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
+    )  # others refuse a value that is not an array
     return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())
 
 
@@ -109,7 +111,9 @@ def explicit(x: object) -> bool:
 
 def broadcast(x: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcast an array to the shape of another, and to its sharding where types hold that."""
-    return jnp.broadcast_to(x, like.shape, out_sharding=jax.typeof(like).sharding if explicit(like) else None)
+    return jnp.broadcast_to(
+        x, like.shape, out_sharding=jax.typeof(like).sharding if explicit(like) else None
+    )
 
 
 def take(tree: PyTree, *index: jax.Array | int) -> PyTree:
@@ -159,7 +163,9 @@ def push(tree: PyTree, entry: PyTree, *, reverse: bool) -> PyTree:
     return jax.tree.map(leaf, tree, entry)
 
 
-def prefix_sums(tree: PyTree, start: PyTree, *, reverse: bool, factor: Scalar | None = None) -> tuple[PyTree, PyTree]:
+def prefix_sums(
+    tree: PyTree, start: PyTree, *, reverse: bool, factor: Scalar | None = None
+) -> tuple[PyTree, PyTree]:
     """``start`` plus the sum of the entries before each one (after it, if ``reverse``), and ``start`` plus all.
 
     With a ``factor`` the sum so far is multiplied by it before an entry is added: ``v[n+1] = factor v[n] + x[n]``.
@@ -177,7 +183,9 @@ def prefix_sums(tree: PyTree, start: PyTree, *, reverse: bool, factor: Scalar | 
     return narrow(before, tree), last
 
 
-def _sums(start: jax.Array, x: jax.Array, reverse: bool, factor: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _sums(
+    start: jax.Array, x: jax.Array, reverse: bool, factor: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """`prefix_sums` of an array: within groups of a few entries, and recursively between groups.
 
     Each level is computed before the next one reads it: a GPU's compiler would sum the groups anew for every entry above
@@ -198,12 +206,19 @@ def _sums(start: jax.Array, x: jax.Array, reverse: bool, factor: jax.Array | Non
         before, last = _sums(start, pad_zeros(x, -n % _GROUP), reverse, factor)
         return before[:n], last if factor is None else then(before[n - 1], x[n - 1])
     groups = x.reshape(n // size, size, *rest)
-    within = list(itertools.accumulate((groups[:, i] for i in (range(size)[::-1] if reverse else range(size))), then))
+    within = list(
+        itertools.accumulate(
+            (groups[:, i] for i in (range(size)[::-1] if reverse else range(size))), then
+        )
+    )
     power = None if factor is None else factor**size
     before, last = _sums(start, lax.optimization_barrier(within[-1]), reverse, power)
     entries = [
         before,
-        *(then(before, sums, None if factor is None else factor**i) for i, sums in enumerate(within[:-1], 1)),
+        *(
+            then(before, sums, None if factor is None else factor**i)
+            for i, sums in enumerate(within[:-1], 1)
+        ),
     ]
     return jnp.stack(entries[::-1] if reverse else entries, axis=1).reshape(n, *rest), last
 
@@ -213,7 +228,9 @@ _GROUP = 8
 
 def wide(tree: PyTree) -> PyTree:
     """The leaves in at least single precision, for sums over many layers."""
-    return jax.tree.map(lambda x: x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32), tree)
+    return jax.tree.map(
+        lambda x: x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32), tree
+    )
 
 
 def flip(tree: PyTree) -> PyTree:
@@ -278,7 +295,9 @@ def sum_of_squares(tree: PyTree) -> jax.Array:
 def inner(a: PyTree, b: PyTree) -> jax.Array:
     """Real part of the inner product over all leaves, in at least single precision."""
     dtype = real_dtype(a, at_least=jnp.float32)
-    products = jax.tree.map(lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype)), wide(a), wide(b))
+    products = jax.tree.map(
+        lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype)), wide(a), wide(b)
+    )
     return jax.tree.reduce(jnp.add, products, jnp.zeros((), dtype))
 
 
@@ -291,7 +310,9 @@ def real_dtype(tree: PyTree, at_least: DTypeLike | None = None) -> np.dtype:
 
 def split(tree: PyTree, size: int) -> PyTree:
     """Group the leading axis, whose length ``size`` divides: ``(n, ...) -> (n / size, size, ...)``."""
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:]), with_fresh_keys(tree))
+    return jax.tree.map(
+        lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:]), with_fresh_keys(tree)
+    )
 
 
 def divisor(n: int, most: int) -> int:
@@ -309,14 +330,19 @@ def inexact(x: ArrayLike) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
-def partition(tree: PyTree, mask: Sequence[bool] | None = None) -> tuple[list[jax.Array], Callable[..., PyTree]]:
+def partition(
+    tree: PyTree, mask: Sequence[bool] | None = None
+) -> tuple[list[jax.Array], Callable[..., PyTree]]:
     """The leaves to differentiate (by default the inexact ones), and a function that puts new ones into the tree."""
     leaves, structure = jax.tree.flatten(tree)
     mask = list(map(inexact, leaves)) if mask is None else mask
 
     def combine(new: Sequence[object], *, fill: object = ...) -> PyTree:
         values = iter(new)
-        kept = [next(values) if m else (x if fill is ... else fill) for x, m in zip(leaves, mask, strict=True)]
+        kept = [
+            next(values) if m else (x if fill is ... else fill)
+            for x, m in zip(leaves, mask, strict=True)
+        ]
         return jax.tree.unflatten(structure, kept)
 
     return [x for x, m in zip(leaves, mask, strict=True) if m], combine

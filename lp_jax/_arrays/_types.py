@@ -66,7 +66,9 @@ class Slices(NamedTuple):
     index: jax.Array  # type: ignore[assignment]
 
 
-Shared = tuple[PyTree, tuple[jax.Array, ...]]  # the caller's ``shared``, and traced values that the step closes over
+Shared = tuple[
+    PyTree, tuple[jax.Array, ...]
+]  # the caller's ``shared``, and traced values that the step closes over
 
 
 class Arrays(NamedTuple):
@@ -77,16 +79,28 @@ class Arrays(NamedTuple):
     shared: Shared
     solver: PyTree = None  # of the forward solve; its tolerances are arrays
     adjoint_solver: PyTree = None
-    guess: CPoints | None = None  # C-points at which the forward solve starts; None for the solver's own start
-    adjoint_guess: CPoints | None = None  # the same for the adjoint solve; in a gradient, where that solve ended
-    watch: jax.Array | None = None  # its gradient counts how solves ended; None where no count is wanted
+    guess: CPoints | None = (
+        None  # C-points at which the forward solve starts; None for the solver's own start
+    )
+    adjoint_guess: CPoints | None = (
+        None  # the same for the adjoint solve; in a gradient, where that solve ended
+    )
+    watch: jax.Array | None = (
+        None  # its gradient counts how solves ended; None where no count is wanted
+    )
 
 
 Times = ArrayLike | Sequence[float]  # a time, or increasing times
 Step = Callable[[State, Layer], State]  # the user's: ``step(y, layer) -> y_next``
-Which = int | Step  # a step of a problem: the user's step on a level, by its number, or another of the user's steps
+Which = (
+    int | Step
+)  # a step of a problem: the user's step on a level, by its number, or another of the user's steps
 SliceStep = Callable[
     [State, PyTree, PyTree], State
 ]  # ``step(u, x, shared) -> u_next``, ``x`` a slice of a level's operands
-Advance = Callable[[State, PyTree, PyTree], tuple[State, PyTree]]  # ``advance(u, x, shared) -> (u_next, emitted)``
-Transfer = tuple[Callable[[State], State], Callable[[State], State]]  # (restrict, prolong) between two levels
+Advance = Callable[
+    [State, PyTree, PyTree], tuple[State, PyTree]
+]  # ``advance(u, x, shared) -> (u_next, emitted)``
+Transfer = tuple[
+    Callable[[State], State], Callable[[State], State]
+]  # (restrict, prolong) between two levels

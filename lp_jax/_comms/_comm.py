@@ -44,14 +44,18 @@ class Comm(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+    def place(
+        self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree
+    ) -> Workers:
         """Decide which layers each worker holds, of the number of ``layers`` that the caller of `solve` passed.
 
         Of the forward and the adjoint solver, a ``unit`` of layers must stay on one worker. ``stacked`` are ``params`` and
         ``data``, leaves ``(layers, ...)``; ``common`` are ``y0`` and ``shared``.
         """
 
-    def place_inside(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+    def place_inside(
+        self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree
+    ) -> Workers:
         """As `place`, where every worker passes its own layers and calls the pieces of a cycle by itself."""
         return self.place(layers, solvers, stacked, common)
 
@@ -59,7 +63,9 @@ class Comm(abc.ABC):
         """Move arrays that lie elsewhere to the workers."""
         return tree
 
-    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
+    def init(
+        self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None
+    ) -> PyTree:
         """Return ``make(keys)``, stacked over the layers, where it is used; not spread if ``solvers`` is None."""
         return make(keys if solvers is None else self.share(keys, solvers))
 
@@ -98,7 +104,9 @@ class OneDevice(Comm):
 
     size = 1
 
-    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+    def place(
+        self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree
+    ) -> Workers:
         return Local(layers=layers, held=(layers,))
 
 

@@ -50,7 +50,9 @@ class MeshComm(Comm):
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
-            raise TypeError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh gives it; got {self.mesh!r}.")
+            raise TypeError(
+                f"mesh must be a jax.sharding.Mesh, as jax.make_mesh gives it; got {self.mesh!r}."
+            )
         if self.axis not in self.mesh.axis_names:
             raise ValueError(
                 f"mesh has no axis {self.axis!r}; its axes are {self.mesh.axis_names}. Name the one for the layers: "
@@ -80,17 +82,27 @@ class MeshComm(Comm):
     ) -> Callable[[PyTree], PyTree]:
         kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
-        meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))]
+        meshes = [
+            jax.sharding.get_abstract_mesh(),
+            *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)),
+        ]
         if not explicit or all(AxisType.Explicit not in mesh.axis_types for mesh in meshes):
             return program
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        leaves, structure = jax.tree.flatten(jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs()))
+        leaves, structure = jax.tree.flatten(
+            jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs())
+        )
         automatic = _with_automatic_axes(program, explicit, tuple(leaves), structure)
         return lambda arrays: automatic(
-            jax.tree.map(lambda x: _reshard(x, everywhere) if jax.typeof(x).sharding.mesh.empty else x, arrays)
+            jax.tree.map(
+                lambda x: _reshard(x, everywhere) if jax.typeof(x).sharding.mesh.empty else x,
+                arrays,
+            )
         )
 
-    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+    def place(
+        self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree
+    ) -> Workers:
         """Runs of whole intervals, equally long; the last ones may hold slots beyond the last layer."""
         self._check(stacked, common)
         if self.size == 1:
@@ -105,11 +117,15 @@ class MeshComm(Comm):
         held = (unit * math.ceil(math.ceil(layers / unit) / self.size),) * self.size
         return self._workers(layers, held)
 
-    def init(self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None) -> PyTree:
+    def init(
+        self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None
+    ) -> PyTree:
         # an array can be split into equal parts only
         spread = PartitionSpec(self.axis) if len(keys) % self.size == 0 else PartitionSpec()
         place, impl = NamedSharding(self.automatic, spread), jax.random.key_impl(keys)
-        build = jax.jit(lambda words: make(jax.random.wrap_key_data(words, impl=impl)), out_shardings=place)
+        build = jax.jit(
+            lambda words: make(jax.random.wrap_key_data(words, impl=impl)), out_shardings=place
+        )
         return build(np.asarray(jax.random.key_data(keys)))  # NumPy: of this process
 
     def spread(self, stacked: Stacked) -> Stacked:
@@ -117,7 +133,9 @@ class MeshComm(Comm):
             if x.shape[0] % self.size:
                 return x
             others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-            return lax.with_sharding_constraint(x, NamedSharding(self.automatic, PartitionSpec(self.axis, *others)))
+            return lax.with_sharding_constraint(
+                x, NamedSharding(self.automatic, PartitionSpec(self.axis, *others))
+            )
 
         return jax.tree.map(leaf, stacked)
 
@@ -125,12 +143,22 @@ class MeshComm(Comm):
         devices = set(self.mesh.devices.flat)
 
         def leaf(x: jax.Array) -> jax.Array:
-            elsewhere = not isinstance(x, jax.core.Tracer) and x.committed and x.sharding.device_set != devices
-            return jax.device_put(x, NamedSharding(self.automatic, PartitionSpec())) if elsewhere else x
+            elsewhere = (
+                not isinstance(x, jax.core.Tracer)
+                and x.committed
+                and x.sharding.device_set != devices
+            )
+            return (
+                jax.device_put(x, NamedSharding(self.automatic, PartitionSpec()))
+                if elsewhere
+                else x
+            )
 
         return jax.tree.map(leaf, tree)
 
-    def place_inside(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+    def place_inside(
+        self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree
+    ) -> Workers:
         if self.axis not in jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
                 f"comm={self} needs a jax.shard_map over {self.axis!r} around the pieces of a cycle, in which each device passes "
@@ -143,11 +171,21 @@ class MeshComm(Comm):
                 "Change the coarsening, or the number of devices."
             )
         if any(_tree.varying_axes(x) for x in jax.tree.leaves((stacked, common))):
-            raise ValueError("the pieces of a cycle need check_vma=False, and gradients outside of the shard_map.")
-        return dataclasses.replace(self._workers(layers * self.size, (layers,) * self.size), opened=True)
+            raise ValueError(
+                "the pieces of a cycle need check_vma=False, and gradients outside of the shard_map."
+            )
+        return dataclasses.replace(
+            self._workers(layers * self.size, (layers,) * self.size), opened=True
+        )
 
     def _workers(self, layers: int, held: tuple[int, ...]) -> "OnMesh":
-        return OnMesh(layers=layers, held=held, sequential=self.sequential, mesh=self.automatic, axis=self.axis)
+        return OnMesh(
+            layers=layers,
+            held=held,
+            sequential=self.sequential,
+            mesh=self.automatic,
+            axis=self.axis,
+        )
 
     def _check(self, stacked: Stacked, common: PyTree) -> None:
         """Refuse arrays that already use the axis for something else."""
@@ -175,7 +213,9 @@ def _reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.sharding.reshard(x, sharding)
 
 
-_reshard.defvjp(lambda x, sharding: (_reshard(x, sharding), None), lambda sharding, _, cotangent: (cotangent,))
+_reshard.defvjp(
+    lambda x, sharding: (_reshard(x, sharding), None), lambda sharding, _, cotangent: (cotangent,)
+)
 
 
 @functools.lru_cache(maxsize=32)  # as for programs
@@ -207,7 +247,9 @@ class OnMesh(Workers):
 
     def map(self, body: Body) -> Body:
         specs = PartitionSpec(self.axis), PartitionSpec()
-        spread = functools.partial(jax.shard_map, mesh=self.mesh, axis_names={self.axis}, check_vma=False)
+        spread = functools.partial(
+            jax.shard_map, mesh=self.mesh, axis_names={self.axis}, check_vma=False
+        )
         return body if self.opened else spread(body, in_specs=specs, out_specs=specs)
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
@@ -229,7 +271,9 @@ class OnMesh(Workers):
 
         send = functools.partial(self.shift, by=by)
 
-        def body(carry: tuple[State, PyTree], number: jax.Array) -> tuple[tuple[State, PyTree], None]:
+        def body(
+            carry: tuple[State, PyTree], number: jax.Array
+        ) -> tuple[tuple[State, PyTree], None]:
             (entry, out), mine = carry, self.index() == first + by * number
             if everyone:
                 out = _tree.where(mine, run(entry), out)

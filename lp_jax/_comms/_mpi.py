@@ -62,12 +62,16 @@ class MPIComm(Comm):
     def __post_init__(self) -> None:
         _check.one_of("sequential", self.sequential, SEQUENTIAL)
         if not self.patience > 0:
-            raise ValueError(f"patience must be a number of seconds above 0; got {self.patience!r}.")
+            raise ValueError(
+                f"patience must be a number of seconds above 0; got {self.patience!r}."
+            )
         mpi, _ = _modules()
         if self.comm is None:
             object.__setattr__(self, "comm", mpi.COMM_WORLD)
         if not isinstance(self.comm, mpi.Intracomm):
-            raise TypeError(f"comm must be an mpi4py communicator, like MPI.COMM_WORLD; got {self.comm!r}.")
+            raise TypeError(
+                f"comm must be an mpi4py communicator, like MPI.COMM_WORLD; got {self.comm!r}."
+            )
         if self.size > 1:
             _abort_on_uncaught()
         _ = self._duplicates  # made by all ranks together
@@ -125,7 +129,9 @@ class MPIComm(Comm):
         def reduce(x: jax.Array) -> jax.Array:
             with jax.numpy_dtype_promotion("standard"):
                 wide = jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize < 4 else x.dtype
-            return mpi4jax.allreduce(x.astype(wide), op=getattr(mpi, how), comm=self._duplicates[0]).astype(x.dtype)
+            return mpi4jax.allreduce(
+                x.astype(wide), op=getattr(mpi, how), comm=self._duplicates[0]
+            ).astype(x.dtype)
 
         return _wire.apply_by_dtype(tree, reduce)
 
@@ -145,17 +151,24 @@ class MPIComm(Comm):
             self._refuse_differences("the times", self._everyone(facts))
         return _checked(tree, self) if self.check else tree
 
-    def place(self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree) -> Workers:
+    def place(
+        self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree
+    ) -> Workers:
         """Return this rank's workers. Where the ranks disagree on the network, all of them raise."""
 
         def describe(name: str, tree: PyTree, skip: int) -> dict[str, str]:
             leaves = jax.tree.leaves_with_path(tree)
-            return {name + jax.tree_util.keystr(at): f"{x.dtype}{list(x.shape[skip:])}" for at, x in leaves}
+            return {
+                name + jax.tree_util.keystr(at): f"{x.dtype}{list(x.shape[skip:])}"
+                for at, x in leaves
+            }
 
         facts = {
             "the layers": describe("params, data", stacked, 1),
             "what all layers share": describe("y0, shared", common, 0),
-            "the solvers": {"solver, adjoint_solver": re.sub(" at 0x[0-9a-f]+", "", repr(tuple(solvers)))},
+            "the solvers": {
+                "solver, adjoint_solver": re.sub(" at 0x[0-9a-f]+", "", repr(tuple(solvers)))
+            },
         }
         everyone = self._everyone((layers, facts))
         for what in facts:
@@ -163,7 +176,9 @@ class MPIComm(Comm):
         counts = [n for n, _ in everyone]
         total = sum(counts)
         if total == 0:
-            raise ValueError("params and data have leading length 0 on every rank; a network needs at least one layer.")
+            raise ValueError(
+                "params and data have leading length 0 on every rank; a network needs at least one layer."
+            )
         if self.size == 1:
             return Local(layers=total, held=(total,))
         unit, active = common_unit(solvers, total), sum(n > 0 for n in counts)
@@ -196,7 +211,9 @@ def _replicate(tree: PyTree, comm: MPIComm) -> PyTree:
     return tree
 
 
-_replicate.defvjp(lambda tree, comm: (tree, None), lambda comm, _, cotangent: (comm.sum(cotangent),))
+_replicate.defvjp(
+    lambda tree, comm: (tree, None), lambda comm, _, cotangent: (comm.sum(cotangent),)
+)
 
 
 def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
@@ -204,23 +221,34 @@ def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
 
     def same_bits(most: np.ndarray, least: np.ndarray) -> np.ndarray:
         if np.any(np.asarray(most) != np.asarray(least)):
-            raise ValueError("comm=MPIComm(check=True): y0 or shared have other numbers on one rank than on another.")
+            raise ValueError(
+                "comm=MPIComm(check=True): y0 or shared have other numbers on one rank than on another."
+            )
         return np.asarray(True)
 
     leaves, structure = jax.tree.flatten(tree)
     words = [_wire.encode(lax.stop_gradient(x), 0).astype(jnp.uint32) for x in leaves]
-    sums = [jnp.sum(w * (1 + jnp.arange(w.size, dtype=jnp.uint32) % 65_521), dtype=jnp.uint32) for w in words]
+    sums = [
+        jnp.sum(w * (1 + jnp.arange(w.size, dtype=jnp.uint32) % 65_521), dtype=jnp.uint32)
+        for w in words
+    ]
     if not sums:
         return tree
     mine = jnp.stack(sums).astype(jnp.int32)
     same = jax.ShapeDtypeStruct((), jnp.bool_)
-    same = jax.pure_callback(same_bits, same, comm.max(mine), -comm.max(-mine), vmap_method="sequential")
+    same = jax.pure_callback(
+        same_bits, same, comm.max(mine), -comm.max(-mine), vmap_method="sequential"
+    )
     # used, as it would be dropped otherwise
-    used = [jnp.where(same, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves]
+    used = [
+        jnp.where(same, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves
+    ]
     return jax.tree.unflatten(structure, used)
 
 
-def layer_slices(num_layers: int, workers: int, solver: Unit, adjoint_solver: Unit | None = None) -> list[slice]:
+def layer_slices(
+    num_layers: int, workers: int, solver: Unit, adjoint_solver: Unit | None = None
+) -> list[slice]:
     """Return the layers of each worker, slices of ``range(num_layers)``: as even as possible, cut between intervals only.
 
     The last ones are empty where there are fewer steps on the coarsest level than workers. Solvers are those of `solve`.
@@ -259,7 +287,9 @@ class OnRanks(Workers):
         return max(0, min(self.held[rank], here)), self.held[rank]
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
-        source, dest = (w if 0 <= w < self.active else None for w in (self.comm.rank - by, self.comm.rank + by))
+        source, dest = (
+            w if 0 <= w < self.active else None for w in (self.comm.rank - by, self.comm.rank + by)
+        )
         if self.comm.rank >= self.active:
             source = dest = None
         received = self._exchange(tree, source, dest)
@@ -275,7 +305,9 @@ class OnRanks(Workers):
 
         def everyone(x: jax.Array) -> jax.Array:  # (n, bytes)
             x = jnp.pad(x, ((0, max(lengths) - x.shape[0]), (0, 0)))
-            return mpi4jax.allgather(x, comm=self.comm._duplicates[0]).reshape(-1, x.shape[1])[jnp.asarray(rows)]
+            return mpi4jax.allgather(x, comm=self.comm._duplicates[0]).reshape(-1, x.shape[1])[
+                jnp.asarray(rows)
+            ]
 
         return _wire.apply_packed(tree, everyone, listed=True)
 
@@ -286,7 +318,9 @@ class OnRanks(Workers):
         turn = by * (rank - first)
         out = run(y0 if turn == 0 else self._exchange(y0, rank - by, None))
         if turn < self.active - 1:
-            sent = self._exchange(jax.tree.map(lambda u: u[0 if reverse else -1], out[0]), None, rank + by)
+            sent = self._exchange(
+                jax.tree.map(lambda u: u[0 if reverse else -1], out[0]), None, rank + by
+            )
             out = _wire.after(out[0], sent), out[1]
         return out
 
@@ -296,7 +330,9 @@ class OnRanks(Workers):
         if source is None and dest is None:
             return _tree.zeros_like(tree)
         ends = [mpi.PROC_NULL if rank is None else rank for rank in (source, dest)]
-        return _wire.apply_packed(tree, lambda x: mpi4jax.sendrecv(x, x, *ends, comm=self.comm._duplicates[0]))
+        return _wire.apply_packed(
+            tree, lambda x: mpi4jax.sendrecv(x, x, *ends, comm=self.comm._duplicates[0])
+        )
 
 
 def _modules() -> tuple[ModuleType, ModuleType]:

@@ -38,7 +38,9 @@ def meet(comm: "Intracomm", patience: float) -> None:
     found, missing = marks(comm, _HERE, patience)
     left = [rank for rank, mark in found.items() if mark == _LEFT]
     if left:
-        raise RuntimeError(f"rank {comm.Get_rank()} needs all ranks for a solve, and ranks {left} have ended.")
+        raise RuntimeError(
+            f"rank {comm.Get_rank()} needs all ranks for a solve, and ranks {left} have ended."
+        )
     if missing:
         raise RuntimeError(
             f"rank {comm.Get_rank()} waited {patience:g} s for ranks {missing} to come to a solve. Every rank must make the same "

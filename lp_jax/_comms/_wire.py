@@ -49,7 +49,9 @@ def apply_by_dtype(tree: PyTree, f: Callable[[jax.Array], jax.Array]) -> PyTree:
     return jax.tree.unflatten(structure, out)
 
 
-def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, listed: bool = False) -> PyTree:
+def apply_packed(
+    tree: PyTree, f: Callable[[jax.Array], jax.Array], *, listed: bool = False
+) -> PyTree:
     """Apply ``f`` to all leaves at once, as one flat array; ``(n, size)`` for leaves ``(n, ...)`` if ``listed``."""
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
@@ -62,7 +64,9 @@ def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, listed: b
         encoded = [encode(x, lead) for x in leaves]
     ends = list(itertools.accumulate(x.shape[-1] for x in encoded))
     parts = jnp.split(f(jnp.concatenate(encoded, axis=-1)), ends[:-1], axis=-1)
-    return jax.tree.unflatten(structure, [_decode(part, x, lead) for part, x in zip(parts, leaves, strict=True)])
+    return jax.tree.unflatten(
+        structure, [_decode(part, x, lead) for part, x in zip(parts, leaves, strict=True)]
+    )
 
 
 _KNOWN = ("float32", "float64", "complex64", "complex128", "int32", "int64", "uint32", "uint64")
@@ -86,6 +90,8 @@ def _decode(x: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, lead: int) -> 
     if like.dtype in (x.dtype, bool):
         return x.reshape(shape).astype(like.dtype)
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
-        parts = _decode(x, jax.ShapeDtypeStruct((*like.shape, 2), jnp.finfo(like.dtype).dtype), lead)
+        parts = _decode(
+            x, jax.ShapeDtypeStruct((*like.shape, 2), jnp.finfo(like.dtype).dtype), lead
+        )
         return lax.complex(parts[..., 0], parts[..., 1])
     return x.view(like.dtype).reshape(shape)

@@ -15,7 +15,9 @@ from lp_jax._arrays._types import CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._comms import _wire
 
 Compose = Callable[[PyTree, PyTree], PyTree]  # an associative operation ``compose(first, second)``
-Body = Callable[[Stacked, PyTree], tuple[Stacked, PyTree]]  # of a solve: ``body(stacked, common) -> (stacked, common)``
+Body = Callable[
+    [Stacked, PyTree], tuple[Stacked, PyTree]
+]  # of a solve: ``body(stacked, common) -> (stacked, common)``
 
 Run = Callable[..., tuple[CPoints, PyTree]]
 """A worker's part of a sequential solve: ``run(y0)`` returns its points, and a tree of other results.
@@ -82,7 +84,9 @@ class Workers(abc.ABC):
     def active(self) -> int:
         """Number of workers that hold layers."""
         starts = itertools.accumulate(self.held, initial=0)
-        return sum(n > 0 and start < self.layers for n, start in zip(self.held, starts, strict=False))
+        return sum(
+            n > 0 and start < self.layers for n, start in zip(self.held, starts, strict=False)
+        )
 
     @property
     def padded(self) -> bool:
@@ -111,7 +115,11 @@ class Workers(abc.ABC):
     def start(self, span: int) -> int | jax.Array:
         """Return the number of this worker's first entry among those of all workers."""
         index = self.index()
-        return sum(self.held[:index]) // span if isinstance(index, int) else index * (self.held[0] // span)
+        return (
+            sum(self.held[:index]) // span
+            if isinstance(index, int)
+            else index * (self.held[0] // span)
+        )
 
     def local_slice(self, tree: PyTree, span: int) -> PyTree:
         """Return this worker's part of what `gather` returns."""
@@ -160,7 +168,11 @@ class Workers(abc.ABC):
     def last(self, u: CPoints, span: int, *, reverse: bool) -> State:
         """Return the state that leaves the chain, on every worker."""
         n = _tree.leading(u)
-        edge = _tree.take(u, 0 if reverse else self.end(span, n)[1]) if n else _tree.zeros_like(_tree.entry_like(u))
+        edge = (
+            _tree.take(u, 0 if reverse else self.end(span, n)[1])
+            if n
+            else _tree.zeros_like(_tree.entry_like(u))
+        )
         return self.broadcast(edge, 0 if reverse else self.active - 1)
 
     def prefix_sums(
@@ -177,21 +189,29 @@ class Workers(abc.ABC):
         before, last = _tree.prefix_sums(increments, start, reverse=reverse, factor=factor)
         return before, _tree.narrow(last, y0)
 
-    def _decayed_before(self, increments: Stacked, y0: State, factor: Scalar, *, reverse: bool) -> State:
+    def _decayed_before(
+        self, increments: Stacked, y0: State, factor: Scalar, *, reverse: bool
+    ) -> State:
         """The sum that enters this worker; each maps it to ``power * sum + total``, and the first one starts from ``y0``."""
         y0, here = _tree.wide(y0), self.index() == self.first(reverse)
         start = select(here, y0, _tree.zeros_like(y0))
         _, total = _tree.prefix_sums(increments, start, reverse=reverse, factor=factor)
         power = jnp.where(here, 0, factor ** _tree.leading(increments))
 
-        def compose(first: tuple[Scalar, State], second: tuple[Scalar, State]) -> tuple[Scalar, State]:
+        def compose(
+            first: tuple[Scalar, State], second: tuple[Scalar, State]
+        ) -> tuple[Scalar, State]:
             power, total = second
-            return first[0] * power, jax.tree.map(lambda x, y: power.astype(x.dtype) * x + y, first[1], total)
+            return first[0] * power, jax.tree.map(
+                lambda x, y: power.astype(x.dtype) * x + y, first[1], total
+            )
 
         _, total = self.exclusive_scan((power, total), reverse=reverse, compose=compose)
         return self._first_or(y0, total, reverse=reverse)
 
-    def exclusive_scan(self, value: PyTree, *, reverse: bool, compose: Compose = _tree.add) -> PyTree:
+    def exclusive_scan(
+        self, value: PyTree, *, reverse: bool, compose: Compose = _tree.add
+    ) -> PyTree:
         """Compose (add up) the values of all workers before this one, in ``1 + ceil(log2(active - 1))`` messages."""
         by = -1 if reverse else 1
         total, distance = self.shift(value, by), 1

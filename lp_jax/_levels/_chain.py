@@ -27,7 +27,9 @@ class Chain:
     y0: State
     workers: Workers
     padded: bool  # whether layers check for padding, on which they are the identity
-    level: int | None = None  # the level whose steps an interval consists of; None for the whole network
+    level: int | None = (
+        None  # the level whose steps an interval consists of; None for the whole network
+    )
 
     def at_once(self, setting: int | float | str) -> int:
         """Number of layers that a solver with this setting evaluates at once, on each worker."""
@@ -53,12 +55,16 @@ class Chain:
     def step(self, which: Which, *, aux: bool = False) -> Callable[..., PyTree]:
         """The layer on a level, or another of the user's steps; with aux it returns ``(u_next, aux)``."""
         step = dict(self.traced.steps)[which if self.level is None else self.level]
-        return functools.partial(step.evaluate, aux=aux, layers=self.layers if self.padded else None)
+        return functools.partial(
+            step.evaluate, aux=aux, layers=self.layers if self.padded else None
+        )
 
     @property
     def linearised(self) -> Linearised:
         """The layer of the finest level, linearised."""
-        return Linearised(self.step(0, aux=True), self.traced.differentiable, weights=self.traced.recurrent)
+        return Linearised(
+            self.step(0, aux=True), self.traced.differentiable, weights=self.traced.recurrent
+        )
 
     def finest(self, factor: int, *, at_once: int, transfer: Transfer | None = None) -> Level:
         """The chain as a level of intervals of ``factor`` layers."""
@@ -80,7 +86,10 @@ class Chain:
         """The layers of one interval as a chain of its own, for a solver that works in units of ``unit`` layers."""
         layers = slices.index.shape[0]
         workers = Local(layers=layers, held=(layers,), processor=self.workers.processor).fit(unit)
-        padded, slices = self.padded or workers.padded, pad_slices(slices, workers.held[0], self.layers)
+        padded, slices = (
+            self.padded or workers.padded,
+            pad_slices(slices, workers.held[0], self.layers),
+        )
         return dataclasses.replace(
             self, slices=slices, shared=shared, y0=y0, workers=workers, padded=padded, level=level
         )

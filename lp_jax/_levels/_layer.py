@@ -39,8 +39,12 @@ class LayerStep:
     level: int
     has_aux: bool
     structure: jax.tree_util.PyTreeDef | None = None  # of its output; None before the first trace
-    terms: int = 0  # most rows of a product whose weight's gradient is a sum of outer products; 0 for none
-    hoisted: tuple[tuple[Signature, Hoisted], ...] = ()  # by the state's signature, if it closes over traced values
+    terms: int = (
+        0  # most rows of a product whose weight's gradient is a sum of outer products; 0 for none
+    )
+    hoisted: tuple[
+        tuple[Signature, Hoisted], ...
+    ] = ()  # by the state's signature, if it closes over traced values
     in_place: bool = False  # whether its code must run in every trace: see `needs_its_trace`
 
     def __call__(self, u: State, x: Slices, shared: PyTree) -> PyTree:
@@ -53,7 +57,9 @@ class LayerStep:
             )
         return out
 
-    def evaluate(self, u: State, x: Slices, shared: Shared, *, aux: bool, layers: int | None) -> PyTree:
+    def evaluate(
+        self, u: State, x: Slices, shared: Shared, *, aux: bool, layers: int | None
+    ) -> PyTree:
         """Return ``u_next``, with ``aux`` ``(u_next, aux)``; padding, slices with an index >= ``layers``, does nothing."""
         if self.in_place:
             out = self(u, x, shared[0])
@@ -66,7 +72,9 @@ class LayerStep:
                     program = core.ClosedJaxpr(hoisted.jaxpr, constants)
                 else:
                     program = jax.make_jaxpr(self)(u, x, shared[0])
-            evaluate = with_few_terms(program, self.terms) if self.terms else core.jaxpr_as_fun(program)
+            evaluate = (
+                with_few_terms(program, self.terms) if self.terms else core.jaxpr_as_fun(program)
+            )
             out = jax.tree.unflatten(self.structure, evaluate(*jax.tree.leaves((u, x, shared[0]))))
         u_next, emitted = out if self.has_aux else (out, None)
         if layers is not None:
@@ -79,10 +87,14 @@ def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
 
     def transpose(*arguments: jax.Array) -> PyTree:
         leaves, combine = _tree.partition(list(arguments))
-        out, pull = jax.vjp(lambda new: _tree.partition(core.jaxpr_as_fun(program)(*combine(new)))[0], leaves)
+        out, pull = jax.vjp(
+            lambda new: _tree.partition(core.jaxpr_as_fun(program)(*combine(new)))[0], leaves
+        )
         return pull(_tree.zeros_like(out))
 
-    if not any(equation.primitive.name.startswith("custom_") for equation in walk(program.jaxpr.eqns)):
+    if not any(
+        equation.primitive.name.startswith("custom_") for equation in walk(program.jaxpr.eqns)
+    ):
         return False
     try:
         constants = jax.make_jaxpr(transpose)(*jax.tree.leaves(arguments)).consts
@@ -95,12 +107,18 @@ def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
 class Traced:
     """The traced layers of a network: all that is static about them."""
 
-    steps: tuple[tuple[Which, LayerStep], ...]  # the layer on each level, and other steps of the solvers
+    steps: tuple[
+        tuple[Which, LayerStep], ...
+    ]  # the layer on each level, and other steps of the solvers
     layers: int
-    differentiable: tuple[bool, ...]  # the leaves of the slices with a gradient; times only where they are traced
+    differentiable: tuple[
+        bool, ...
+    ]  # the leaves of the slices with a gradient; times only where they are traced
     recurrent: bool = False  # whether all its weights are shared: their gradient is one contraction over all steps
     footprint: Footprint = Footprint(0, 0, 0.0)  # cost and memory of a layer
-    single_example: bool = False  # whether the step also takes a single example, for a solver that averages examples
+    single_example: bool = (
+        False  # whether the step also takes a single example, for a solver that averages examples
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +134,9 @@ class Linearised:
     differentiable: tuple[bool, ...]  # the leaves of the slices that have a gradient
     weights: bool = False  # whether shared operands are differentiated, too, for `contract`
 
-    def evaluate(self, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree, list[jax.Array]]:
+    def evaluate(
+        self, u: State, x: Slices, shared: PyTree
+    ) -> tuple[State, PyTree, list[jax.Array]]:
         """Return the next state, aux, and the arrays to keep."""
         u_next, pullback, aux = self._vjp(u, x, shared)
         leaves = jax.tree.leaves(pullback)
@@ -134,7 +154,9 @@ class Linearised:
         leaves, structure = jax.tree.flatten(pullback)
         for i, value in zip(self._from_state(u, x, shared), kept, strict=True):
             leaves[i] = value
-        pull: Callable[[State], tuple[State, list[jax.Array], list[jax.Array]]] = jax.tree.unflatten(structure, leaves)
+        pull: Callable[[State], tuple[State, list[jax.Array], list[jax.Array]]] = (
+            jax.tree.unflatten(structure, leaves)
+        )
         return pull
 
     def contract(
@@ -163,8 +185,12 @@ class Linearised:
         leaves, combine = _tree.partition(x, self.differentiable)
         weights, combine_shared = _tree.partition(shared)
 
-        def step(u: State, leaves: list[jax.Array], weights: list[jax.Array]) -> tuple[State, PyTree]:
-            return self.step(u, combine(leaves), combine_shared(weights) if self.weights else shared)
+        def step(
+            u: State, leaves: list[jax.Array], weights: list[jax.Array]
+        ) -> tuple[State, PyTree]:
+            return self.step(
+                u, combine(leaves), combine_shared(weights) if self.weights else shared
+            )
 
         return jax.vjp(step, u, leaves, weights if self.weights else [], has_aux=True)
 

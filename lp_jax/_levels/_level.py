@@ -52,13 +52,23 @@ class Level:
     reverse: bool = False  # whether the chain runs from the last step to the first
     at_once: int = 1  # number of intervals whose steps are evaluated at once
     unroll: int = 1  # number of steps to unroll where they follow each other
-    transfer: Transfer | None = None  # (restrict, prolong) of the state to and from the next coarser level
-    expand: Callable[[PyTree, PyTree], PyTree] | None = None  # from one interval's ``xs`` to operands of each step
-    linearise_at: Callable[[PyTree, Points], PyTree] | None = None  # puts the states of the last relaxation into ``xs``
-    gathered: PyTree = None  # operands of all workers' steps, where the level is solved on every worker
+    transfer: Transfer | None = (
+        None  # (restrict, prolong) of the state to and from the next coarser level
+    )
+    expand: Callable[[PyTree, PyTree], PyTree] | None = (
+        None  # from one interval's ``xs`` to operands of each step
+    )
+    linearise_at: Callable[[PyTree, Points], PyTree] | None = (
+        None  # puts the states of the last relaxation into ``xs``
+    )
+    gathered: PyTree = (
+        None  # operands of all workers' steps, where the level is solved on every worker
+    )
     single_example: bool = False  # whether ``step`` also takes a single example
     unit: Scalar | None = None  # size of the states, in which residuals are squared; None for 1
-    origin: SliceStep | None = None  # step whose Jacobian Newton takes; of an adjoint level the one that is transposed
+    origin: SliceStep | None = (
+        None  # step whose Jacobian Newton takes; of an adjoint level the one that is transposed
+    )
     has_sources: bool = False  # whether the steps are affine: an adjoint with sources
     chain: PyTree = None  # the layers, from which coarser levels are made; None on an adjoint level
 
@@ -105,7 +115,11 @@ class Level:
     @property
     def ends_short(self) -> bool:
         """Whether the chain ends within an interval; the state after its last step is a C-point nevertheless."""
-        return bool(self.workers.total(self.span) % self.factor) and not self.reverse and self.steps > 0
+        return (
+            bool(self.workers.total(self.span) % self.factor)
+            and not self.reverse
+            and self.steps > 0
+        )
 
     def c_points(self, points: Points) -> CPoints:
         """The C-points among the states after every step, leaves ``(steps, ...)``."""
@@ -122,7 +136,9 @@ class Level:
         if not self.ends_short:
             return points
         here, at = self.workers.end(self.span, self.steps)
-        return _tree.put(points, select(here, _tree.take(u, at // self.factor), _tree.take(points, at)), at)
+        return _tree.put(
+            points, select(here, _tree.take(u, at // self.factor), _tree.take(points, at)), at
+        )
 
     def with_rhs(self, rhs: Points) -> "Level":
         """This level with a right-hand side, leaves ``(steps, ...)``."""
@@ -174,7 +190,9 @@ def sum_of_squares(level: Level, tree: PyTree) -> jax.Array:
     unit = level.unit
     if unit is None:
         return _tree.sum_of_squares(tree)
-    return _tree.sum_of_squares(jax.tree.map(lambda x: jnp.abs(x) * (1 / unit).astype(jnp.finfo(x.dtype).dtype), tree))
+    return _tree.sum_of_squares(
+        jax.tree.map(lambda x: jnp.abs(x) * (1 / unit).astype(jnp.finfo(x.dtype).dtype), tree)
+    )
 
 
 def identity(u: State, x: PyTree, shared: PyTree) -> State:

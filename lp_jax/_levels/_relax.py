@@ -29,7 +29,9 @@ class Relaxed(NamedTuple):
     u: CPoints
     residual: CPoints  # at the C-points
     incoming: CPoints  # states that enter the intervals
-    points: Points | None = None  # states that enter every step, ``(steps, ...)``; None where they are not needed
+    points: Points | None = (
+        None  # states that enter every step, ``(steps, ...)``; None where they are not needed
+    )
 
 
 def f_relax(level: Level, u: CPoints) -> Points:
@@ -62,7 +64,11 @@ def residual(level: Level, u: CPoints) -> CPoints:
 
 
 def relaxed(
-    relaxation: Relaxation | tuple[Relaxation, ...], weight: jax.Array | float, level: Level, u: CPoints, points: bool
+    relaxation: Relaxation | tuple[Relaxation, ...],
+    weight: jax.Array | float,
+    level: Level,
+    u: CPoints,
+    points: bool,
 ) -> Relaxed:
     """Relax by the rule for this level, then compute the residual; with the states that enter every step if ``points``."""
     rules: tuple[Relaxation, ...] = per_level(relaxation)
@@ -74,7 +80,9 @@ def relaxed(
             u = c_relax(level, u, weight)
     else:
 
-        def sweeps(carry: tuple[CPoints, CPoints, CPoints], _: None) -> tuple[tuple[CPoints, CPoints, CPoints], None]:
+        def sweeps(
+            carry: tuple[CPoints, CPoints, CPoints], _: None
+        ) -> tuple[tuple[CPoints, CPoints, CPoints], None]:
             u, swept, _ = carry
             u = _tree.blend(weight, swept, u)
             incoming = level.incoming(u)

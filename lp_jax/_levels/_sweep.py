@@ -35,7 +35,9 @@ def sweep(
     if size == level.intervals > 1:
         return _at_once(level, advance, count, incoming, emitted, 0, size)
 
-    def some(first: jax.Array | int, number: int, carry: tuple[CPoints, PyTree]) -> tuple[CPoints, PyTree]:
+    def some(
+        first: jax.Array | int, number: int, carry: tuple[CPoints, PyTree]
+    ) -> tuple[CPoints, PyTree]:
         reached, emitted = carry
         if size == 1:
             u = _tree.take(incoming, first)
@@ -43,13 +45,17 @@ def sweep(
             return _tree.put(reached, u, first), emitted
         u = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, number), incoming)
         u, emitted = _at_once(level, advance, count, u, emitted, first, number)
-        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, first, axis=0), reached, u), emitted
+        return jax.tree.map(
+            lambda x, y: lax.dynamic_update_slice_in_dim(x, y, first, axis=0), reached, u
+        ), emitted
 
     whole, left = divmod(level.intervals, size)
     carry = (_tree.zeros_like(incoming), emitted)
     if whole == level.intervals == 1:
         return some(0, 1, carry)
-    carry = lax.fori_loop(0, whole, lambda k, carry: some(k * size if size > 1 else k, size, carry), carry)
+    carry = lax.fori_loop(
+        0, whole, lambda k, carry: some(k * size if size > 1 else k, size, carry), carry
+    )
     return some(whole * size, left, carry) if left else carry
 
 
@@ -64,7 +70,13 @@ def each(level: Level, one: Callable[..., PyTree], like: PyTree) -> Callable[...
 
 
 def _at_once(
-    level: Level, advance: Advance | None, count: int, u: CPoints, emitted: PyTree, first: jax.Array | int, size: int
+    level: Level,
+    advance: Advance | None,
+    count: int,
+    u: CPoints,
+    emitted: PyTree,
+    first: jax.Array | int,
+    size: int,
 ) -> tuple[CPoints, PyTree]:
     """`sweep` through ``size`` intervals as a batch: a loop over steps, each of which takes the whole batch.
 
@@ -81,7 +93,9 @@ def _at_once(
             if whole:
                 return lax.dynamic_update_index_in_dim(x, new, n, axis=1)
             new = lax.expand_dims(new, (1,))
-            return lax.dynamic_update_slice(x, new, _tree.start(x, (first, n)), allow_negative_indices=False)
+            return lax.dynamic_update_slice(
+                x, new, _tree.start(x, (first, n)), allow_negative_indices=False
+            )
 
         return jax.tree.map(put, emitted, new)
 
@@ -95,7 +109,10 @@ def _at_once(
             if len(x) == size:
                 return lax.dynamic_index_in_dim(x, n, axis=1, keepdims=False)
             at = _tree.start(x, (first, n))
-            return lax.squeeze(lax.dynamic_slice(x, at, (size, 1, *x.shape[2:]), allow_negative_indices=False), (1,))
+            return lax.squeeze(
+                lax.dynamic_slice(x, at, (size, 1, *x.shape[2:]), allow_negative_indices=False),
+                (1,),
+            )
 
         out = one(u, jax.tree.map(take, xs), level.shared)
         u, new = out if advance else (out, None)
@@ -107,7 +124,9 @@ def _at_once(
     outputs: list[PyTree] = []
     for i in range(level.factor):
         u, outputs = body(i, (u, outputs), lambda outputs, new, _: [*outputs, new])
-    return u, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(outputs[::-1] if level.reverse else outputs))
+    return u, jax.tree.map(
+        lambda *x: jnp.stack(x, axis=1), *(outputs[::-1] if level.reverse else outputs)
+    )
 
 
 def march(level: Level) -> CPoints:
@@ -121,7 +140,9 @@ def march_and_emit(level: Level, advance: Advance | None) -> tuple[CPoints, PyTr
         return level.cumsum(level.rhs, level.y0), None
     if level.gathered is None:
         return level.workers.relay(_marcher(level, advance), level.y0, reverse=level.reverse)
-    everywhere = dataclasses.replace(level, xs=level.gathered, rhs=level.workers.gather(level.rhs, level.span))
+    everywhere = dataclasses.replace(
+        level, xs=level.gathered, rhs=level.workers.gather(level.rhs, level.span)
+    )
     return level.workers.local_slice(_marcher(everywhere, advance)(level.y0), level.span)
 
 
@@ -142,7 +163,9 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
     def march_from(y0: State, out: tuple[CPoints, PyTree] | None = None) -> tuple[CPoints, PyTree]:
         operands = level.xs, level.rhs
         first = _tree.entry_like(operands)
-        unroll = max(level.unroll, level.workers.processor.loop_unroll(level.intervals, body, y0, first))
+        unroll = max(
+            level.unroll, level.workers.processor.loop_unroll(level.intervals, body, y0, first)
+        )
         scan = functools.partial(lax.scan, reverse=level.reverse, unroll=unroll)
         if out is None:
             return scan(body, y0, operands)[1]
@@ -152,7 +175,9 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
             u, new = body(u, operands)
             return (u, _tree.put(out, new, k)), None
 
-        return scan(write, (y0, out), (jnp.arange(level.intervals, dtype=jnp.int32), operands))[0][1]
+        return scan(write, (y0, out), (jnp.arange(level.intervals, dtype=jnp.int32), operands))[0][
+            1
+        ]
 
     return march_from
 
@@ -164,7 +189,9 @@ def single(
 
     def step(u: State, operands: tuple[PyTree, State | None]) -> tuple[State, PyTree]:
         xs, rhs = operands
-        u, emitted = advance(u, xs, level.shared) if advance else (level.step(u, xs, level.shared), None)
+        u, emitted = (
+            advance(u, xs, level.shared) if advance else (level.step(u, xs, level.shared), None)
+        )
         return _tree.add(u, rhs), emitted
 
     return step
@@ -204,7 +231,9 @@ def _interval(
 
 def _expand(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, tuple]:
     """Tree with the operands of the interval's steps, and the leading part of their index in it."""
-    return (xs, at) if level.expand is None else (level.expand(_tree.take(xs, *at), level.shared), ())
+    return (
+        (xs, at) if level.expand is None else (level.expand(_tree.take(xs, *at), level.shared), ())
+    )
 
 
 def _room(level: Level, advance: Advance, u: PyTree, xs: PyTree) -> PyTree:

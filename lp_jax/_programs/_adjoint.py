@@ -17,7 +17,17 @@ from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import in_chunks
-from lp_jax._arrays._types import Advance, Arrays, CPoints, Points, PyTree, Slices, Stacked, State, Transfer
+from lp_jax._arrays._types import (
+    Advance,
+    Arrays,
+    CPoints,
+    Points,
+    PyTree,
+    Slices,
+    Stacked,
+    State,
+    Transfer,
+)
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._layer import Linearised
 from lp_jax._levels._level import Level, identity
@@ -32,9 +42,15 @@ class Forward(NamedTuple):
     """Arrays that the forward solve leaves for the adjoint, from its final sweep on the finest level."""
 
     c_points: CPoints  # states that leave every interval, ``(intervals, ...)``
-    entered: CPoints | None = None  # states that entered every interval; None where they follow from ``c_points``
-    states: Stacked | None = None  # states that entered every layer, ``(N, ...)``; None where they are to be recomputed
-    linearisations: PyTree = None  # arrays that `Linearised` keeps for every layer, ``(N, ...)``; None with ``states``
+    entered: CPoints | None = (
+        None  # states that entered every interval; None where they follow from ``c_points``
+    )
+    states: Stacked | None = (
+        None  # states that entered every layer, ``(N, ...)``; None where they are to be recomputed
+    )
+    linearisations: PyTree = (
+        None  # arrays that `Linearised` keeps for every layer, ``(N, ...)``; None with ``states``
+    )
 
 
 def solve_adjoint(
@@ -50,11 +66,19 @@ def solve_adjoint(
 
     ``stride`` is that of the forward solve; ``adjoint_guess`` in the gradient are cotangents of states that enter intervals.
     """
-    forward, linearised = solver.discretize(chain), None if left.linearisations is None else chain.linearised
+    forward, linearised = (
+        solver.discretize(chain),
+        None if left.linearisations is None else chain.linearised,
+    )
     fine = forward[0]
-    needs_states = any(level.linearise_at for level in forward)  # coarse steps linearised at all states
+    needs_states = any(
+        level.linearise_at for level in forward
+    )  # coarse steps linearised at all states
     recompute = (
-        left.states is None and stride == fine.factor > 1 and fine.at_once < max(2, fine.intervals) and not needs_states
+        left.states is None
+        and stride == fine.factor > 1
+        and fine.at_once < max(2, fine.intervals)
+        and not needs_states
     )
     if left.states is not None:
         states = left.states
@@ -86,8 +110,12 @@ def solve_adjoint(
 
     if isinstance(guess, str):
         guess = _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
-    elif guess is not None and chain.workers.padded:  # padding comes before the first step of the chain
-        number = chain.workers.start(fine.interval_span) + jnp.arange(fine.intervals, dtype=jnp.int32)
+    elif (
+        guess is not None and chain.workers.padded
+    ):  # padding comes before the first step of the chain
+        number = chain.workers.start(fine.interval_span) + jnp.arange(
+            fine.intervals, dtype=jnp.int32
+        )
         inert = number >= chain.workers.total(fine.interval_span)
         guess = jax.vmap(lambda pads, lam: _tree.where(pads, y1_cotangent, lam))(inert, guess)
     lam, stats = iterate(solver, levels, guess)
@@ -100,7 +128,10 @@ def solve_adjoint(
     if of_aux is not None:
         slices, shared = _tree.add((slices, shared), of_aux)
     gradient = Arrays(
-        slices, finest.last(lam), combine(chain.workers.sum(shared) if weights else [], fill=None), adjoint_guess=lam
+        slices,
+        finest.last(lam),
+        combine(chain.workers.sum(shared) if weights else [], fill=None),
+        adjoint_guess=lam,
     )
     return gradient, stats._replace(result=if_finite(stats.result, gradient.y0))
 
@@ -116,7 +147,9 @@ def transpose_coarse(
             transfers.append(jax.vmap(finer.transfer[0]))
             restrict, _ = _transpose_transfer(finer)
             cotangent = restrict(cotangent)
-        at = functools.reduce(lambda u, transfer: transfer(u), transfers, entering_coarse(level.span))
+        at = functools.reduce(
+            lambda u, transfer: transfer(u), transfers, entering_coarse(level.span)
+        )
         levels.append(transpose(level, at, cotangent))
     return levels
 
@@ -175,14 +208,18 @@ def _transpose_linearised(
         operand, u, kept = x
         return linearised.transpose(u, operand, shared, kept)(lam)[0]
 
-    return dataclasses.replace(_reverse(level, cotangent), xs=(level.xs, *level.split((states, kept))), step=step)
+    return dataclasses.replace(
+        _reverse(level, cotangent), xs=(level.xs, *level.split((states, kept))), step=step
+    )
 
 
 def _reverse(level: Level, cotangent: State) -> Level:
     """The level in reverse, with steps not yet transposed."""
     transfer = None if level.transfer is None else _transpose_transfer(level)
     origin = level.origin or level.step
-    return dataclasses.replace(level, y0=cotangent, reverse=True, transfer=transfer, origin=origin, chain=None)
+    return dataclasses.replace(
+        level, y0=cotangent, reverse=True, transfer=transfer, origin=origin, chain=None
+    )
 
 
 def _transpose_transfer(level: Level) -> Transfer:
@@ -209,16 +246,22 @@ def emitting(chain: Chain, cotangents: Sequence[Stacked | None]) -> tuple[Advanc
         leaves, _ = _tree.partition(jax.tree.map(jnp.asarray, aux) if cotangents else None)
         return u_next, [leaf for leaf, a in zip(leaves, cotangents, strict=True) if a is not None]
 
-    return advance, list(_tree.where_rows(chain.slices.index < chain.layers, sources)) if chain.padded else sources
+    return advance, list(
+        _tree.where_rows(chain.slices.index < chain.layers, sources)
+    ) if chain.padded else sources
 
 
-def emit_gradient(chain: Chain, forward: Advance, linearised: Linearised | None, *, keep: bool) -> Advance:
+def emit_gradient(
+    chain: Chain, forward: Advance, linearised: Linearised | None, *, keep: bool
+) -> Advance:
     """An adjoint step of the finest level that emits the gradient for its slice, and the cotangent that enters, if ``keep``.
 
     Its operands have sources, cotangents of what ``forward`` emits; or the kept linearisation.
     """
 
-    def advance(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> tuple[State, PyTree]:
+    def advance(
+        lam: State, x: tuple[Slices, State, PyTree], shared: PyTree
+    ) -> tuple[State, PyTree]:
         operand, u, more = x
         leaves, combine = _tree.partition(operand, chain.traced.differentiable)
         if linearised is not None:
@@ -243,7 +286,9 @@ def gradient_of_aux(
         slices, states, sources = operands
         leaves, combine = _tree.partition(slices, chain.traced.differentiable)
 
-        def outputs(states: Stacked, leaves: list[jax.Array], shared: list[jax.Array]) -> list[Stacked]:
+        def outputs(
+            states: Stacked, leaves: list[jax.Array], shared: list[jax.Array]
+        ) -> list[Stacked]:
             weights = combine_shared(shared)
             return jax.vmap(lambda u, x: forward(u, x, weights)[1])(states, combine(leaves))
 
@@ -251,12 +296,18 @@ def gradient_of_aux(
         return _tree.add(total, shared_gradient), (states, combine(leaves, fill=None))
 
     operands = chain.slices, states, sources
-    total, (of_states, of_slices) = in_chunks(layers, _tree.zeros_like(shared), operands, max(at_once, _LEAST))
+    total, (of_states, of_slices) = in_chunks(
+        layers, _tree.zeros_like(shared), operands, max(at_once, _LEAST)
+    )
     return of_states, (of_slices, total)
 
 
 def shared_gradient(
-    fine: Level, adjoint: Level, cotangents: Stacked | None, forward: Advance, linearised: Linearised | None
+    fine: Level,
+    adjoint: Level,
+    cotangents: Stacked | None,
+    forward: Advance,
+    linearised: Linearised | None,
 ) -> list[jax.Array]:
     """Gradient for the shared operands, as one contraction over this worker's layers.
 

@@ -28,7 +28,9 @@ class Asked(NamedTuple):
     # ``report(direction, solver, layers)`` returns a function that is called on the host with the stats of a solve
     report: Callable[[str, Solver, int], Callable[[Stats], None]] | None = None
     watch: Watch | None = None  # counts the solves that are differentiated
-    processor: Processor | None = None  # numbers of the devices, else those that are known of their kind
+    processor: Processor | None = (
+        None  # numbers of the devices, else those that are known of their kind
+    )
 
 
 asked = jax.make_user_context(Asked())
@@ -68,7 +70,8 @@ def count_ends(counts: jax.Array, result: jax.Array, y1: PyTree) -> PyTree:
 
 
 count_ends.defvjp(
-    lambda counts, result, y1: (y1, result), lambda result, cotangent: (counts_of(result, result), None, cotangent)
+    lambda counts, result, y1: (y1, result),
+    lambda result, cotangent: (counts_of(result, result), None, cotangent),
 )
 
 
@@ -115,8 +118,12 @@ def value_and_grad(
     inner = jax.value_and_grad(count_results(loss), shifted, has_aux)
 
     def call(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree, Results]:
-        value, (counts, *gradients) = inner(jnp.zeros((2, len(RESULTS)), jnp.float32), *args, **kwargs)
-        worst = jnp.max(jnp.where(counts > 0, jnp.arange(counts.shape[1]), 0), axis=1).astype(jnp.int32)
+        value, (counts, *gradients) = inner(
+            jnp.zeros((2, len(RESULTS)), jnp.float32), *args, **kwargs
+        )
+        worst = jnp.max(jnp.where(counts > 0, jnp.arange(counts.shape[1]), 0), axis=1).astype(
+            jnp.int32
+        )
         results = Results(forward=worst[0], adjoint=worst[1])
         return value, gradients[0] if isinstance(argnums, int) else tuple(gradients), results
 

@@ -90,7 +90,11 @@ def note_on_call(step: Callable[..., PyTree], u: State, params: PyTree) -> str:
 
 
 def _unstacked(params: PyTree) -> str:
-    if not isinstance(params, list) or len(params) < 2 or not all(alike(params[0], other) for other in params[1:]):
+    if (
+        not isinstance(params, list)
+        or len(params) < 2
+        or not all(alike(params[0], other) for other in params[1:])
+    ):
         return ""
     return (
         f" params is a list of {len(params)} equal trees. If these are the layers, stack them: params = jax.tree.map("
@@ -137,9 +141,13 @@ def times(t0: Any, t1: Any, steps: int, dtype: DTypeLike) -> tuple[jax.Array, ja
     """Return the start and the length of every layer, ``(steps,)`` each."""
     for name, value in (("t0", t0), ("t1", t1)):
         if isinstance(value, str) or value is None:
-            raise TypeError(f"{name} must be a number{', or an array of times' * (name == 't1')}; got {value!r}.")
+            raise TypeError(
+                f"{name} must be a number{', or an array of times' * (name == 't1')}; got {value!r}."
+            )
     if jnp.ndim(t0) != 0:
-        raise ValueError(f"t0 must be a scalar; got shape {jnp.shape(t0)}. A grid of times is passed as t1.")
+        raise ValueError(
+            f"t0 must be a scalar; got shape {jnp.shape(t0)}. A grid of times is passed as t1."
+        )
     if isinstance(t1, list | tuple):
         t1 = np.asarray(t1)
     traced = [isinstance(value, jax.core.Tracer) for value in (t0, t1)]
@@ -147,11 +155,17 @@ def times(t0: Any, t1: Any, steps: int, dtype: DTypeLike) -> tuple[jax.Array, ja
         fraction = np.arange(steps) / steps
         if any(traced):
             start, whole = jnp.asarray(t0, dtype), jnp.asarray(t1, dtype) - jnp.asarray(t0, dtype)
-            return start + whole * jnp.asarray(fraction, dtype), jnp.broadcast_to(whole / steps, (steps,))
+            return start + whole * jnp.asarray(fraction, dtype), jnp.broadcast_to(
+                whole / steps, (steps,)
+            )
         first, length = float(t0), float(t1) - float(t0)
         if not 0 < length < np.inf:
-            raise ValueError(f"t1 must be finite and later than t0; got t0={first}, t1={float(t1)}.")
-        return jnp.asarray(first + length * fraction, dtype), jnp.full((steps,), length / steps, dtype)
+            raise ValueError(
+                f"t1 must be finite and later than t0; got t0={first}, t1={float(t1)}."
+            )
+        return jnp.asarray(first + length * fraction, dtype), jnp.full(
+            (steps,), length / steps, dtype
+        )
     if jnp.shape(t1) != (steps + 1,):
         raise ValueError(
             f"t1 must be a scalar, or the {steps + 1} times at which the {steps} layers start and the last one ends; got "
@@ -163,7 +177,9 @@ def times(t0: Any, t1: Any, steps: int, dtype: DTypeLike) -> tuple[jax.Array, ja
     grid = np.asarray(t1, np.float64)
     if not np.all(np.diff(grid) > 0):
         n = int(np.argmin(np.diff(grid) > 0))
-        raise ValueError(f"t1 must be strictly increasing; got t1[{n}]={grid[n]}, t1[{n + 1}]={grid[n + 1]}.")
+        raise ValueError(
+            f"t1 must be strictly increasing; got t1[{n}]={grid[n]}, t1[{n + 1}]={grid[n + 1]}."
+        )
     return jnp.asarray(grid[:-1], dtype), jnp.asarray(np.diff(grid), dtype)
 
 
@@ -191,7 +207,9 @@ def step_output(out: PyTree, u: State, has_aux: bool) -> None:
     out, forgotten = (out[0], False) if has_aux else (out, pair and _same_structure(out[0], u))
     if not _same_structure(u, out):
         hint = " It looks like (y_next, aux): pass has_aux=True." * forgotten
-        raise TypeError(f"step must return a state like the one it got, {describe(u)}; got {describe(out)}.{hint}")
+        raise TypeError(
+            f"step must return a state like the one it got, {describe(u)}; got {describe(out)}.{hint}"
+        )
     for (path, a), b in zip(jax.tree.leaves_with_path(u), jax.tree.leaves(out), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise TypeError(

@@ -58,7 +58,11 @@ class Program:
 
     def ended(self, result: jax.Array) -> jax.Array:
         """The result code of a solve; `SERIAL` for `DONE` where nothing else was tried."""
-        return result if self.done == DONE else jnp.where(result == DONE, self.done, result).astype(jnp.int32)
+        return (
+            result
+            if self.done == DONE
+            else jnp.where(result == DONE, self.done, result).astype(jnp.int32)
+        )
 
     @functools.cached_property
     def solve(self) -> Callable[[Arrays], Output]:
@@ -77,14 +81,21 @@ class Program:
 
         def bwd(residuals: tuple[Arrays, Forward, PyTree], cotangents: Output) -> tuple[Arrays]:
             arrays, left, (y1, aux, result) = residuals
-            y1_cotangent, keep = jax.tree.map(_or_zeros, cotangents[0], y1), arrays.adjoint_guess is not None
+            y1_cotangent, keep = (
+                jax.tree.map(_or_zeros, cotangents[0], y1),
+                arrays.adjoint_guess is not None,
+            )
             try:
-                gradient, stats = self.backward(arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep)
+                gradient, stats = self.backward(
+                    arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep
+                )
             except NameError as error:
                 raise NameError(f"{error} {_NO_AXIS}") from error
             if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
                 ended = gradient.adjoint_guess
-                gradient = without_gradient(gradient._replace(adjoint_guess=None), _TWICE)._replace(adjoint_guess=ended)
+                gradient = without_gradient(gradient._replace(adjoint_guess=None), _TWICE)._replace(
+                    adjoint_guess=ended
+                )
             watch = None if arrays.watch is None else counts_of(result, stats.result)
             return (gradient._replace(watch=watch),)
 
@@ -104,7 +115,9 @@ class Program:
             out, left = self.forward(arrays, keep=True)
             return out, functools.partial(self.backward, arrays, left, keep=True)
 
-        def run(slices: Slices, y0: State, shared: PyTree) -> tuple[tuple[State, list[jax.Array]], Output]:
+        def run(
+            slices: Slices, y0: State, shared: PyTree
+        ) -> tuple[tuple[State, list[jax.Array]], Output]:
             out = self.solve(arrays._replace(slices=slices, y0=y0, shared=shared))
             return (out[0], _tree.partition(out[1])[0]), out
 
@@ -119,7 +132,14 @@ class Program:
     def chain(self, slices: Slices, y0: State, shared: PyTree) -> Chain:
         """The chain of these layers: all layers, or those of one worker."""
         padded = self.workers.padded
-        return Chain(traced=self.traced, slices=slices, y0=y0, shared=shared, workers=self.workers, padded=padded)
+        return Chain(
+            traced=self.traced,
+            slices=slices,
+            y0=y0,
+            shared=shared,
+            workers=self.workers,
+            padded=padded,
+        )
 
     def slots(self, slices: Slices) -> Slices:
         """Pad the layers that the caller passed to all slots."""
@@ -127,11 +147,19 @@ class Program:
 
     @functools.cached_property
     def forward(self) -> Callable[..., tuple[Output, Forward | None]]:
-        return jax.jit(functools.partial(_forward, self), static_argnames="keep", inline=self.workers.rows[0] == 0)
+        return jax.jit(
+            functools.partial(_forward, self),
+            static_argnames="keep",
+            inline=self.workers.rows[0] == 0,
+        )
 
     @functools.cached_property
     def backward(self) -> Callable[..., tuple[Arrays, Stats]]:
-        return jax.jit(functools.partial(_backward, self), static_argnames="keep", inline=self.workers.rows[0] == 0)
+        return jax.jit(
+            functools.partial(_backward, self),
+            static_argnames="keep",
+            inline=self.workers.rows[0] == 0,
+        )
 
 
 # each keeps its compiled programs, some MB, and the step
@@ -149,8 +177,12 @@ def first_equal(program: Program) -> Program:
 def _scan(program: Program, arrays: Arrays) -> Output:
     """Serial propagation."""
     solver, workers, stride = arrays.solver, program.workers, program.stride
-    y1, (states, aux) = propagate(program.chain(*arrays[:3]), None if solver.keeps_states else stride)
-    c_points = jax.tree.map(lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1)
+    y1, (states, aux) = propagate(
+        program.chain(*arrays[:3]), None if solver.keeps_states else stride
+    )
+    c_points = jax.tree.map(
+        lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1
+    )
     stats = _no_stats(y1, program.done)
     if program.done == SERIAL:
         report_stats("forward", solver, workers.layers, stats)
@@ -184,7 +216,9 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
 
         emits = keep_states or program.traced.steps[0][1].has_aux
         u, emitted = solver.finish(levels, iterated, advance if emits else None)
-        states, linearisations, aux = (None, None, None) if emitted is None else levels[0].merge(emitted)
+        states, linearisations, aux = (
+            (None, None, None) if emitted is None else levels[0].merge(emitted)
+        )
         swept = keep and not keep_states and iterated is not None and iterated is not u
         entered = levels[0].incoming(iterated) if swept else None
         y1 = levels[0].last(u)
@@ -204,22 +238,39 @@ def _backward(
     """The adjoint solve: the gradient, with the final cotangents as ``adjoint_guess`` if ``keep``, and the stats."""
     solver, workers, stride = arrays.adjoint_solver, program.workers, program.adjoint_stride
 
-    def body(spread: tuple[Slices, CPoints | None, Forward, Seen], common: PyTree) -> tuple[PyTree, PyTree]:
+    def body(
+        spread: tuple[Slices, CPoints | None, Forward, Seen], common: PyTree
+    ) -> tuple[PyTree, PyTree]:
         (slices, guess, left, seen), (y0, shared, solver, cotangent) = spread, common
         start = "zeros" if guess is None and program.zeros else guess
         chain = program.chain(slices, y0, shared)
         gradient, stats = solve_adjoint(chain, solver, left, program.stride, cotangent, seen, start)
-        return (gradient.slices, gradient.adjoint_guess if keep else None), (gradient.y0, gradient.shared, stats)
+        return (gradient.slices, gradient.adjoint_guess if keep else None), (
+            gradient.y0,
+            gradient.shared,
+            stats,
+        )
 
-    spread = program.slots(arrays.slices), workers.pad(arrays.adjoint_guess, stride), left, workers.pad(seen)
-    (slices, ended), (y0, shared, stats) = workers.map(body)(spread, (arrays.y0, arrays.shared, solver, cotangent))
+    spread = (
+        program.slots(arrays.slices),
+        workers.pad(arrays.adjoint_guess, stride),
+        left,
+        workers.pad(seen),
+    )
+    (slices, ended), (y0, shared, stats) = workers.map(body)(
+        spread, (arrays.y0, arrays.shared, solver, cotangent)
+    )
     report_stats("adjoint", solver, workers.layers, stats)
     gradient = Arrays(workers.trim(slices), y0, shared, adjoint_guess=workers.trim(ended, stride))
     return gradient, stats._replace(result=program.ended(stats.result))
 
 
 def _or_zeros(cotangent: jax.Array | SymbolicZero | None, like: jax.Array) -> jax.Array:
-    return jnp.zeros_like(like) if cotangent is None or isinstance(cotangent, SymbolicZero) else cotangent
+    return (
+        jnp.zeros_like(like)
+        if cotangent is None or isinstance(cotangent, SymbolicZero)
+        else cotangent
+    )
 
 
 def _no_stats(y1: State, done: int) -> Stats:

@@ -43,7 +43,12 @@ def prepare(
         adjoint_solver = adjoint_default if adjoint_solver is None else adjoint_solver
     pair = _inputs.pair(solver, adjoint_solver)
     program, arrays = (found and _reused(*found, pair)) or trace(problem, pair)
-    workers, layers, rows, start = program.workers, program.workers.layers, program.workers.rows[0], None
+    workers, layers, rows, start = (
+        program.workers,
+        program.workers.layers,
+        program.workers.rows[0],
+        None,
+    )
     solver, adjoint_solver = arrays.solver, arrays.adjoint_solver
     for each in (solver, adjoint_solver):
         _inputs.at_once(each, layers)
@@ -57,18 +62,30 @@ def prepare(
         adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, intervals)
         adjoint_solver = adjoint_solver.resolve(layers, warm=True)
     exact = workers.size == 1 and solver.exact and adjoint_solver.exact
-    contracts = workers.processor.launches and program.traced.recurrent and solver.keeps_states  # see `Serial`
+    contracts = (
+        workers.processor.launches and program.traced.recurrent and solver.keeps_states
+    )  # see `Serial`
     scan = exact and adjoint_guess is None and not contracts
-    watch = asked.value.watch and _tree.varying(asked.value.watch.counts, (arrays.slices, arrays.y0, arrays.shared))
+    watch = asked.value.watch and _tree.varying(
+        asked.value.watch.counts, (arrays.slices, arrays.y0, arrays.shared)
+    )
     arrays = arrays._replace(
-        solver=solver, adjoint_solver=adjoint_solver, guess=start, adjoint_guess=adjoint_guess, watch=watch
+        solver=solver,
+        adjoint_solver=adjoint_solver,
+        guess=start,
+        adjoint_guess=adjoint_guess,
+        watch=watch,
     )
     done = SERIAL if by_default and solver.exact else DONE
-    program = dataclasses.replace(program, zeros=start is None and guess == "zeros", scan=scan, done=done)
+    program = dataclasses.replace(
+        program, zeros=start is None and guess == "zeros", scan=scan, done=done
+    )
     return first_equal(program), arrays
 
 
-def default(problem: _inputs.Network) -> tuple[tuple[tuple[Solver, Solver], float], tuple[Program, Arrays]]:
+def default(
+    problem: _inputs.Network,
+) -> tuple[tuple[tuple[Solver, Solver], float], tuple[Program, Arrays]]:
     """The solvers that stand for None and their seconds; and the program and arrays from which a layer's cost was read."""
     program, arrays = trace(problem, SWEEPS)
     workers, y, x = program.workers, arrays.y0, _tree.entry_like(arrays.slices)
@@ -93,7 +110,9 @@ def default(problem: _inputs.Network) -> tuple[tuple[tuple[Solver, Solver], floa
     return choose(at), (program, arrays)
 
 
-def _reused(program: Program, arrays: Arrays, solvers: Sequence[Solver]) -> tuple[Program, Arrays] | None:
+def _reused(
+    program: Program, arrays: Arrays, solvers: Sequence[Solver]
+) -> tuple[Program, Arrays] | None:
     """A program traced for sweeps, for these solvers; None if layers must stay together, or others are evaluated."""
     n = program.workers.layers
     forward, adjoint = (solver.resolve(n) for solver in solvers)
@@ -102,20 +121,30 @@ def _reused(program: Program, arrays: Arrays, solvers: Sequence[Solver]) -> tupl
     return program, arrays._replace(solver=forward, adjoint_solver=adjoint)
 
 
-def trace(problem: _inputs.Network, solvers: Sequence[Solver], *, inside: bool = False) -> tuple[Program, Arrays]:
+def trace(
+    problem: _inputs.Network, solvers: Sequence[Solver], *, inside: bool = False
+) -> tuple[Program, Arrays]:
     """Place the layers, trace the step once per level of each solver, and hoist the values that it closes over.
 
     With ``inside``, every worker calls this by itself, with its own layers.
     """
     comm = problem.comm
-    params, data, y0, shared = comm.adopt((problem.params, problem.data, problem.y0, problem.shared))
+    params, data, y0, shared = comm.adopt(
+        (problem.params, problem.data, problem.y0, problem.shared)
+    )
     # within a user's shard_map, its transpose is one sum of the whole gradient over devices
     params, data, y0, shared = _tree.varying((params, data, y0, shared), (params, data, y0, shared))
-    workers = (comm.place_inside if inside else comm.place)(problem.layers, solvers, (params, data), (y0, shared))
+    workers = (comm.place_inside if inside else comm.place)(
+        problem.layers, solvers, (params, data), (y0, shared)
+    )
     steps, t0, t1 = workers.layers, problem.t0, problem.t1
     times = {name: t for name, t in (("t0", t0), ("t1", t1)) if not isinstance(t, jax.core.Tracer)}
-    y0, shared = comm.compared((y0, shared), {name: str(np.asarray(t).tolist()) for name, t in times.items()})
-    workers = dataclasses.replace(workers, processor=asked.value.processor or _processor(comm.platform))
+    y0, shared = comm.compared(
+        (y0, shared), {name: str(np.asarray(t).tolist()) for name, t in times.items()}
+    )
+    workers = dataclasses.replace(
+        workers, processor=asked.value.processor or _processor(comm.platform)
+    )
     solvers = [solver.resolve(steps) for solver in solvers]
     traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
     if traced_times:
@@ -145,7 +174,9 @@ def trace(problem: _inputs.Network, solvers: Sequence[Solver], *, inside: bool =
     seen_by_all = shared, tuple(tracing.closed_over)
     weights = any(jax.tree.leaves(jax.tree.map(_tree.inexact, seen_by_all)))
     recurrent = weights and not any(jax.tree.leaves(mask.params))
-    terms = 0 if recurrent else workers.processor.outer_terms  # a scan adds up the gradient of shared weights
+    terms = (
+        0 if recurrent else workers.processor.outer_terms
+    )  # a scan adds up the gradient of shared weights
     traced = Traced(
         steps=tracing.steps(terms),
         layers=steps,
@@ -154,7 +185,10 @@ def trace(problem: _inputs.Network, solvers: Sequence[Solver], *, inside: bool =
         footprint=footprint(tracing.programs[0], x, terms=terms),
         single_example=single is not None,
     )
-    slots, strides = workers.fit(common_unit(solvers, steps)), [solver.stride(steps) for solver in solvers]
+    slots, strides = (
+        workers.fit(common_unit(solvers, steps)),
+        [solver.stride(steps) for solver in solvers],
+    )
     arrays = Arrays(slices, y0, seen_by_all, solver=solvers[0], adjoint_solver=solvers[-1])
     return Program(traced, slots, stride=strides[0], adjoint_stride=strides[-1]), arrays
 
@@ -180,7 +214,9 @@ class _Tracing:
         few = terms if any(has_few(program, terms) for program in self.programs) else 0
         steps = []
         for which, table in self._table.items():
-            hoisted = tuple((of, program) for of, (_, program) in table.items() if program is not None)
+            hoisted = tuple(
+                (of, program) for of, (_, program) in table.items() if program is not None
+            )
             step = next(iter(table.values()))[0]
             steps.append((which, dataclasses.replace(step, terms=few, hoisted=hoisted)))
         return tuple(steps)
@@ -252,13 +288,17 @@ def _processor(platform: str) -> Processor:
     except RuntimeError:
         return processor(platform)
     found = processor(platform, devices[0].device_kind)
-    return found if len(devices) == 1 else dataclasses.replace(found, kernel_step=None)  # it is not partitioned
+    return (
+        found if len(devices) == 1 else dataclasses.replace(found, kernel_step=None)
+    )  # it is not partitioned
 
 
 def _takes_exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:
     """Whether a step that failed accepts a slice of the state as parameters, and the parameters as state."""
     try:
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), u)
-        return _inputs.alike(x.params, jax.eval_shape(step, x.params, x._replace(params=params), shared))
+        return _inputs.alike(
+            x.params, jax.eval_shape(step, x.params, x._replace(params=params), shared)
+        )
     except Exception:
         return False

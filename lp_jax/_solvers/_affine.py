@@ -39,8 +39,12 @@ def solve(workers: Workers, maps: Maps, kind: Jacobians, *, reverse: bool) -> ja
     if not workers.processor.multiplies(kind.flops(maps.matrix.shape[1:])):
         if several:
             first, rest = (-1, slice(None, -1)) if reverse else (0, slice(1, None))
-            first, rest = (jax.tree.map(lambda x, which=which: x[which], maps) for which in (first, rest))
-            total = lax.scan(lambda total, one: (compose(total, one), None), first, rest, reverse=reverse)[0]
+            first, rest = (
+                jax.tree.map(lambda x, which=which: x[which], maps) for which in (first, rest)
+            )
+            total = lax.scan(
+                lambda total, one: (compose(total, one), None), first, rest, reverse=reverse
+            )[0]
             start = workers.exclusive_scan(total, reverse=reverse, compose=compose).vector
         return lax.scan(lambda d, one: (_at(kind, one, d),) * 2, start, maps, reverse=reverse)[1]
     levels = [_group(maps, kind)]
@@ -61,16 +65,24 @@ def _group(maps: Maps, kind: Jacobians) -> Maps:
     size = n if n <= 2 * kind.group else _tree.divisor(n, kind.group)
     if size == 1 < n:
         size = kind.group
-        nothing = Maps(kind.identity(maps.matrix.shape[1:], maps.matrix.dtype), _tree.zeros_like(maps.vector[0]))
+        nothing = Maps(
+            kind.identity(maps.matrix.shape[1:], maps.matrix.dtype),
+            _tree.zeros_like(maps.vector[0]),
+        )
         nothing = _tree.varying(nothing, maps)
-        maps = jax.tree.map(lambda x, y: jnp.concatenate([x, _tree.repeat(y, -n % size)]), maps, nothing)
+        maps = jax.tree.map(
+            lambda x, y: jnp.concatenate([x, _tree.repeat(y, -n % size)]), maps, nothing
+        )
     return _tree.split(maps, size)
 
 
 def _in_order(groups: Maps, reverse: bool) -> list[Maps]:
     """The first maps of all groups, their second ones, ..., in the order of the chain."""
     size = groups.vector.shape[1]
-    return [jax.tree.map(lambda x, i=i: x[:, i], groups) for i in (range(size - 1, -1, -1) if reverse else range(size))]
+    return [
+        jax.tree.map(lambda x, i=i: x[:, i], groups)
+        for i in (range(size - 1, -1, -1) if reverse else range(size))
+    ]
 
 
 def _totals(groups: Maps, compose: Compose, reverse: bool) -> Maps:
@@ -78,11 +90,17 @@ def _totals(groups: Maps, compose: Compose, reverse: bool) -> Maps:
     return functools.reduce(jax.vmap(compose), _in_order(groups, reverse))
 
 
-def _down(groups: Maps, states: jax.Array, kind: Jacobians, reverse: bool, *, leaving: bool = False) -> jax.Array:
+def _down(
+    groups: Maps, states: jax.Array, kind: Jacobians, reverse: bool, *, leaving: bool = False
+) -> jax.Array:
     """From states that enter the groups, ``(groups, ...)``, the states that enter (or leave) each map, ``(n, ...)``."""
     at = jax.vmap(functools.partial(_at, kind))
     order = _in_order(groups, reverse)
-    reached = list(itertools.accumulate(order if leaving else order[:-1], lambda d, one: at(one, d), initial=states))
+    reached = list(
+        itertools.accumulate(
+            order if leaving else order[:-1], lambda d, one: at(one, d), initial=states
+        )
+    )
     reached = reached[1:] if leaving else reached
     return _tree.merge(jnp.stack(reached[::-1] if reverse else reached, axis=1))
 

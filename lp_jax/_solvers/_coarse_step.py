@@ -21,10 +21,14 @@ class Coarse(NamedTuple):
 
     step: SliceStep  # ``step(u, x, shared) -> u_next``, through one interval
     xs: PyTree  # its operands, leaves ``(intervals, ...)``
-    linearise_at: Callable[[PyTree, Points], PyTree] | None = None  # puts the states of the last relaxation into ``xs``
+    linearise_at: Callable[[PyTree, Points], PyTree] | None = (
+        None  # puts the states of the last relaxation into ``xs``
+    )
 
 
-def coarser(level: Level, coarse: Coarse, factor: int = 1, transfer: Transfer | None = None) -> Level:
+def coarser(
+    level: Level, coarse: Coarse, factor: int = 1, transfer: Transfer | None = None
+) -> Level:
     """The level whose steps are the intervals of ``level``, itself in intervals of ``factor`` steps."""
     y0 = level.y0 if level.transfer is None else level.transfer[0](level.y0)
     return dataclasses.replace(
@@ -100,7 +104,9 @@ class PerInterval(CoarseStep):
 
         def through(u: State, x: Slices, shared: PyTree) -> State:
             def one(y: State, layer: Layer) -> State:
-                return step(y, Slices(layer.params, layer.data, layer.t, layer.dt, layer.index), shared)
+                return step(
+                    y, Slices(layer.params, layer.data, layer.t, layer.dt, layer.index), shared
+                )
 
             return self.function(one, u, Layer(x.params, None, x.data, x.t, x.dt, x.index, None))  # type: ignore[arg-type]
 
@@ -146,12 +152,16 @@ class Rediscretize(CoarseStep):
             if weights is None or not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x[::span]
             # a product, as XLA's sum over such an axis is slow on a CPU
-            return jnp.einsum("gs,gs...->g...", weights.astype(x.dtype), _tree.split(x, span), precision="highest")
+            return jnp.einsum(
+                "gs,gs...->g...", weights.astype(x.dtype), _tree.split(x, span), precision="highest"
+            )
 
         params, data = _tree.with_fresh_keys((slices.params, slices.data))
         rule = self.params if jax.tree.leaves(params) else "inject"
         coarse = Slices(
-            params=_of_intervals(rule, params, chain, span) if callable(rule) else jax.tree.map(one, params),
+            params=_of_intervals(rule, params, chain, span)
+            if callable(rule)
+            else jax.tree.map(one, params),
             data=jax.tree.map(one, data),
             t=slices.t[::span],
             dt=jnp.sum(_tree.split(slices.dt, span), axis=1),
@@ -160,7 +170,9 @@ class Rediscretize(CoarseStep):
         return Coarse(chain.step(level), coarse)
 
 
-def _of_intervals(rule: Callable[[PyTree], PyTree], params: Stacked, chain: Chain, span: int) -> Stacked:
+def _of_intervals(
+    rule: Callable[[PyTree], PyTree], params: Stacked, chain: Chain, span: int
+) -> Stacked:
     """Apply ``rule`` to every interval, without padding where the last interval is short."""
     values = jax.vmap(rule)(_tree.split(params, span))
     if chain.total % span == 0 or chain.steps == 0:
@@ -197,5 +209,7 @@ def rediscretize(
             "rediscretize got an adjoint level. The coarse levels of an adjoint are those that a cycle is given."
         )
     coarse_step = params if isinstance(params, CoarseStep) else Rediscretize(params)
-    steps = coarse_step.coarsen(level.chain, level.number + 1, level.interval_span, at_once=level.at_once)
+    steps = coarse_step.coarsen(
+        level.chain, level.number + 1, level.interval_span, at_once=level.at_once
+    )
     return coarser(level, steps, factor)

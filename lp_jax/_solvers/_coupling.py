@@ -14,7 +14,18 @@ Linear = Callable[[State], State]
 Property = bool | tuple[int, ...] | str | None
 """Property of an array in a program: axes of examples, `COUPLED` or `UNKNOWN`; or whether it is computed in place."""
 
-_ONE_BY_ONE = "mul div neg add sub add_any convert_element_type select_n copy reduce_precision".split()  # noqa: SIM905
+_ONE_BY_ONE = [
+    "mul",
+    "div",
+    "neg",
+    "add",
+    "sub",
+    "add_any",
+    "convert_element_type",
+    "select_n",
+    "copy",
+    "reduce_precision",
+]
 
 
 def acts_in_place(linear: Linear, state: State) -> bool:
@@ -32,7 +43,9 @@ def shares_weights(step: Callable[..., State], y: State, x: PyTree, shared: PyTr
     found = []
 
     def rule(equation: core.JaxprEqn, inputs: list[Property]) -> Property:
-        numbers = equation.primitive.name == "mul" and all(array_type(v).ndim for v in equation.invars)
+        numbers = equation.primitive.name == "mul" and all(
+            array_type(v).ndim for v in equation.invars
+        )
         found.append((numbers or is_product(equation)) and None in inputs)
         return True
 
@@ -58,10 +71,14 @@ def couplings(step: Callable[..., State], y: State, x: PyTree, shared: PyTree) -
         in_place = len(shapes) == 1 and acts_in_place(lambda v: linear(y, x, shared, v), y)
     except Exception:  # a step that has no derivative in forward mode
         return 0, 0
-    return leading.pop() if all(each == (0,) for each in axes) else 0, in_place * len(jax.tree.leaves(y))
+    return leading.pop() if all(each == (0,) for each in axes) else 0, in_place * len(
+        jax.tree.leaves(y)
+    )
 
 
-def example_axes(linear: Callable[..., PyTree], fixed: Sequence[PyTree], state: State, axes: int) -> list[Property]:
+def example_axes(
+    linear: Callable[..., PyTree], fixed: Sequence[PyTree], state: State, axes: int
+) -> list[Property]:
     """Follow the first axes of a state's leaves, those of examples, to the leaves of ``linear(*fixed, state)``.
 
     It returns the axes of each leaf; `COUPLED` if it combines numbers along them, `UNKNOWN` where the program does not show it,
@@ -75,7 +92,9 @@ def example_axes(linear: Callable[..., PyTree], fixed: Sequence[PyTree], state: 
 
 
 def _follow(
-    jaxpr: core.Jaxpr, inputs: Sequence[Property], rule: Callable[[core.JaxprEqn, list[Property]], Property]
+    jaxpr: core.Jaxpr,
+    inputs: Sequence[Property],
+    rule: Callable[[core.JaxprEqn, list[Property]], Property],
 ) -> list[Property]:
     """Propagate a property through a program, from its inputs to its results.
 
@@ -120,7 +139,9 @@ def _examples(equation: core.JaxprEqn, inputs: list[Property]) -> Property:
     if name in ("reshape", "squeeze"):
         begins = {math.prod(out[:i]): i for i in reversed(range(len(out))) if out[i] > 1}
         places = [begins.get(math.prod(x[:i])) for i in axes]
-        kept = tuple(i for i, k in zip(places, axes, strict=True) if i is not None and out[i] == x[k])
+        kept = tuple(
+            i for i, k in zip(places, axes, strict=True) if i is not None and out[i] == x[k]
+        )
         return kept if len(kept) == len(axes) else UNKNOWN
     if name in ("slice", "split", "pad", "concatenate") and all(x[i] == out[i] for i in axes):
         return axes
@@ -136,7 +157,9 @@ def _of_product(equation: core.JaxprEqn, inputs: list[Property], axes: tuple[int
         return COUPLED
     free = [i for i in range(len(shape)) if i not in (*contracted[side], *batched[side])]
     start = array_type(equation.invars[0]).ndim - len(contracted[0]) if side else len(batched[0])
-    return tuple(batched[side].index(i) if i in batched[side] else start + free.index(i) for i in axes)
+    return tuple(
+        batched[side].index(i) if i in batched[side] else start + free.index(i) for i in axes
+    )
 
 
 def _reorder(axes: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:

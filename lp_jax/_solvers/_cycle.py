@@ -8,7 +8,15 @@ import jax
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import CPoints, Points, PyTree, Scalar
 from lp_jax._levels._level import Level, sum_of_squares
-from lp_jax._levels._relax import Relaxation, coarse_rhs, correct, f_relax, prolong, relaxed, restrict
+from lp_jax._levels._relax import (
+    Relaxation,
+    coarse_rhs,
+    correct,
+    f_relax,
+    prolong,
+    relaxed,
+    restrict,
+)
 from lp_jax._levels._sweep import sweep
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, solve_levels
@@ -26,7 +34,9 @@ class Scheme:
     coarsest: Solver = Serial()
 
 
-def fas_cycle(scheme: Scheme, levels: Sequence[Level], u: CPoints, kind: str) -> tuple[CPoints, Scalar]:
+def fas_cycle(
+    scheme: Scheme, levels: Sequence[Level], u: CPoints, kind: str
+) -> tuple[CPoints, Scalar]:
     """One FAS cycle of a kind, "V", "F" or "W", on ``levels[0]`` with C-points ``u``.
 
     It returns the corrected C-points, and the sum of squares of this worker's residuals after relaxation, before correction.

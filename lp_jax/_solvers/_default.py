@@ -25,7 +25,10 @@ _LAST = 3  # sweeps that a solve makes besides: the last evaluations, the gradie
 _GAIN = 0.55  # most of the time of serial propagation that another pair may be predicted to take
 _EXACT_GAIN = 0.9  # the same for exact pairs on devices that share no cores, as accelerators do not
 _ITERATIONS, _RELAXATIONS = 10, 16
-_STARTS, _MOVED = 30, 2  # of the kernel: other kernels, and evaluations of all layers that move as many bytes
+_STARTS, _MOVED = (
+    30,
+    2,
+)  # of the kernel: other kernels, and evaluations of all layers that move as many bytes
 MOST_NUMBERS = 256  # of an example's state, for Jacobians
 
 
@@ -37,12 +40,16 @@ class Layers(NamedTuple):
     workers: int
     processor: Processor
     state: int  # bytes of the state
-    examples: int  # along the first axis of the state, if the layer's program keeps them apart; else 0
+    examples: (
+        int  # along the first axis of the state, if the layer's program keeps them apart; else 0
+    )
     numbers: int  # of an example's state
     recurrent: bool  # whether all layers have the same weights
     driven: bool = False  # whether each layer has arrays of its own all the same: the inputs of a recurrent network
     in_place: int = 0  # leaves of the state, if a layer combines only numbers at equal positions of them; else 0
-    places: int = 0  # numbers of a leaf of the state, if a kernel may march through the layers; else 0
+    places: int = (
+        0  # numbers of a leaf of the state, if a kernel may march through the layers; else 0
+    )
 
 
 def choose(layers: Layers) -> tuple[Pair, float]:
@@ -55,9 +62,14 @@ def choose(layers: Layers) -> tuple[Pair, float]:
     serial = forward + backward
     if not layers.footprint.counted:
         return SERIAL, serial
-    options = [(_GAIN, *_newton(layers)), (_EXACT_GAIN if layers.processor.launches else _GAIN, *_intervals(layers))]
+    options = [
+        (_GAIN, *_newton(layers)),
+        (_EXACT_GAIN if layers.processor.launches else _GAIN, *_intervals(layers)),
+    ]
     options.append((_GAIN, *_kernel(layers)))
-    moving = layers.recurrent and layers.driven  # their states move as far in a step as they are large: sweeps fail
+    moving = (
+        layers.recurrent and layers.driven
+    )  # their states move as far in a step as they are large: sweeps fail
     if not moving and not layers.places:  # a kernel is exact, and moves fewer bytes
         options.append((_GAIN, *_sweeps(layers)))
     faster = [(seconds, pair) for gain, seconds, pair in options if seconds <= gain * serial]
@@ -86,7 +98,9 @@ def _sweeps(at: Layers) -> tuple[float, Pair]:
     shares = [budget * sweeps // sum(typical) for sweeps in typical]
     if any(share < sweeps for share, sweeps in zip(shares, typical, strict=True)):
         return math.inf, SERIAL
-    forward, backward = (dataclasses.replace(s, sweeps=min(s.sweeps, n)) for s, n in zip(SWEEPS, shares, strict=True))
+    forward, backward = (
+        dataclasses.replace(s, sweeps=min(s.sweeps, n)) for s, n in zip(SWEEPS, shares, strict=True)
+    )
     return one * (sum(typical) + _LAST), (forward, backward)
 
 
@@ -111,25 +125,51 @@ def _kernel(at: Layers) -> tuple[float, Pair]:
     steps = 1.5 * at.layers if count == 1 else 4 * (at.layers / count + count)
     solver = Elementwise()
     moved = _MOVED * at.processor.batch(at.footprint, at.layers)
-    return _STARTS * at.processor.launch + at.processor.kernel_step * steps + moved, (solver, solver)
+    return _STARTS * at.processor.launch + at.processor.kernel_step * steps + moved, (
+        solver,
+        solver,
+    )
 
 
 def _newton(at: Layers) -> tuple[float, Pair]:
     """Newton's method on a recurrent network with a small state, on a device that a layer does not fill."""
-    if not (at.recurrent and at.examples and at.numbers <= MOST_NUMBERS and at.processor.launches and at.workers == 1):
+    if not (
+        at.recurrent
+        and at.examples
+        and at.numbers <= MOST_NUMBERS
+        and at.processor.launches
+        and at.workers == 1
+    ):
         return math.inf, SERIAL
     d, p = at.numbers, at.processor
     solver = Newton(iterations=_ITERATIONS, batch_axes=1, rtol=1e-3, fallback=True)
     kinds = {
         "full": (dataclasses.replace(solver, relaxations=_RELAXATIONS), at.examples, d, (5, 1)),
-        "shared": (dataclasses.replace(solver, jacobian="shared", iterations=16, rtol=1e-2), 1, d, (5, 5)),
+        "shared": (
+            dataclasses.replace(solver, jacobian="shared", iterations=16, rtol=1e-2),
+            1,
+            d,
+            (5, 5),
+        ),
     }
     if at.in_place:
         of_places = at.examples * d // at.in_place
-        kinds = {"diagonal": (dataclasses.replace(solver, jacobian="diagonal"), of_places, at.in_place, (4, 2))}
+        kinds = {
+            "diagonal": (
+                dataclasses.replace(solver, jacobian="diagonal"),
+                of_places,
+                at.in_place,
+                (4, 2),
+            )
+        }
     options = []
     for forward, matrices, columns, typical in kinds.values():
-        evaluated = min(matrices, at.examples) / at.examples * columns * p.one(at.footprint, steps=at.layers)
+        evaluated = (
+            min(matrices, at.examples)
+            / at.examples
+            * columns
+            * p.one(at.footprint, steps=at.layers)
+        )
         each = p.launch * OF_NEWTON + at.layers * (evaluated + p.jacobians(matrices, columns))
         relaxed = forward.relaxations * p.batch(at.footprint, at.layers)
         options.append((sum(typical) * each + relaxed, (forward, forward.for_adjoint())))

@@ -29,14 +29,19 @@ _SAME_ORDER = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
 _BY_ITSELF = """abs add add_any and ceil clamp convert_element_type cos cosh div eq exp exp2 expm1 floor ge gt integer_pow le
     log log1p logistic lt max min mul ne neg not one_minus_square or pow rsqrt select_n sign sin sinh sqrt square sub tan
     tanh xor""".split()  # noqa: SIM905
-_BLOCK, _UNROLL = 32, 8  # numbers of a block, one for each thread; steps whose operands are loaded together
+_BLOCK, _UNROLL = (
+    32,
+    8,
+)  # numbers of a block, one for each thread; steps whose operands are loaded together
 _MOST = 1024  # operations of the steps whose operands are loaded together: longer programs take long to compile
 INTERPRET = False  # run it on any device, for tests
 _FULL = 16_384  # numbers from which intervals lose
 _LONG, _INTERVALS = 4096, 128  # steps from which intervals gain; most of them
 
 
-def split(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> tuple[core.Jaxpr, core.Jaxpr, int, list[Any]] | str:
+def split(
+    step: SliceStep, u: State, x: PyTree, shared: PyTree
+) -> tuple[core.Jaxpr, core.Jaxpr, int, list[Any]] | str:
     """Split a step's program in two.
 
     Returns:
@@ -45,10 +50,14 @@ def split(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> tuple[core.Ja
         step to step, which come first; and the constants. Or why there is no such split.
     """
     leaves, of_x = jax.tree.leaves(u), len(jax.tree.leaves(x))
-    if len({leaf.shape for leaf in leaves}) > 1 or not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves):
+    if len({leaf.shape for leaf in leaves}) > 1 or not all(
+        jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves
+    ):
         return "leaves of several shapes, or that are not real"
     closed, inputs = jax.make_jaxpr(step)(u, x, shared), jax.tree.leaves((u, x, shared))
-    whole = jax.make_jaxpr(lambda args, consts: _inlined(closed.jaxpr, consts, args))(inputs, closed.consts).jaxpr
+    whole = jax.make_jaxpr(lambda args, consts: _inlined(closed.jaxpr, consts, args))(
+        inputs, closed.consts
+    ).jaxpr
     n, sizes = len(leaves), (1, leaves[0].size)
     moving, varying = set(whole.invars[:n]), set(whole.invars[n : n + of_x])
     early, late, single = [], [], {}
@@ -60,13 +69,17 @@ def split(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> tuple[core.Ja
             if name == "broadcast_in_dim" and all(array_type(v).size == 1 for v in operands):
                 single[equation.outvars[0]] = equation  # stays one number
             continue
-        if name not in (*_BY_ITSELF, *_SAME_ORDER) or any(array_type(v).size not in sizes for v in operands):
+        if name not in (*_BY_ITSELF, *_SAME_ORDER) or any(
+            array_type(v).size not in sizes for v in operands
+        ):
             return f"{name} of numbers that depend on the state"
         late += [*(single.pop(v) for v in operands if v in single), equation]
         moving.update(equation.outvars)
     known = {*whole.invars[:n], *(v for equation in late for v in equation.outvars)}
     used = _variables([*(v for equation in late for v in equation.invars), *whole.outvars])
-    needed = sorted(dict.fromkeys(v for v in used if v not in known), key=lambda v: v not in varying)
+    needed = sorted(
+        dict.fromkeys(v for v in used if v not in known), key=lambda v: v not in varying
+    )
     first = whole.replace(invars=whole.invars[n:], outvars=needed, eqns=early)
     rest = whole.replace(invars=[*whole.invars[:n], *needed], eqns=late)
     return first, rest, len(varying.intersection(needed)), closed.consts
@@ -82,7 +95,9 @@ def _inlined(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> l
     def operation(equation: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         if equation.primitive.name in CALLS:
             called: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            return _inlined(getattr(called, "jaxpr", called), getattr(called, "consts", ()), operands)
+            return _inlined(
+                getattr(called, "jaxpr", called), getattr(called, "consts", ()), operands
+            )
         if equation.primitive.name in _BY_ITSELF:
             shape = array_type(equation.outvars[0]).shape
             operands = [jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in operands]
@@ -95,7 +110,10 @@ def _evaluate(rest: core.Jaxpr, operands: Sequence[jax.Array], block: int) -> li
     """The state after a step at a block of places, in single precision at least. Operands are blocks, or single numbers."""
 
     def operation(equation: core.JaxprEqn, operands: Sequence[Any]) -> list[jax.Array]:
-        values = [jnp.asarray(x, _wide(array_type(v))) for x, v in zip(operands, equation.invars, strict=True)]
+        values = [
+            jnp.asarray(x, _wide(array_type(v)))
+            for x, v in zip(operands, equation.invars, strict=True)
+        ]
         if equation.primitive.name in _SAME_ORDER:
             return values
         if any(x.ndim for x in values):
@@ -122,7 +140,15 @@ def launch() -> Any:
     return triton.CompilerParams(num_warps=1, num_stages=1)
 
 
-def march(step: SliceStep, starts: State, xs: Stacked, shared: PyTree, *, reverse: bool, ends: bool = False) -> Stacked:
+def march(
+    step: SliceStep,
+    starts: State,
+    xs: Stacked,
+    shared: PyTree,
+    *,
+    reverse: bool,
+    ends: bool = False,
+) -> Stacked:
     """States after every step (or only the ``ends``) of a chain cut into intervals, from ``starts`` that enter them."""
     from jax.experimental import pallas
 
@@ -131,24 +157,40 @@ def march(step: SliceStep, starts: State, xs: Stacked, shared: PyTree, *, revers
     parts = split(step, u, x, shared)
     assert not isinstance(parts, str)
     first, rest, number, consts = parts
-    n, places, intervals, steps = len(leaves), leaves[0][0].size, _tree.leading(starts), _tree.leading(xs)
+    n, places, intervals, steps = (
+        len(leaves),
+        leaves[0][0].size,
+        _tree.leading(starts),
+        _tree.leading(xs),
+    )
     length = steps // intervals
-    block, unroll = math.gcd(places, _BLOCK), max(1, min(_UNROLL, length, _MOST // max(1, len(rest.eqns))))
+    block, unroll = (
+        math.gcd(places, _BLOCK),
+        max(1, min(_UNROLL, length, _MOST // max(1, len(rest.eqns)))),
+    )
 
     def early(x: PyTree) -> list[jax.Array]:
-        return core.jaxpr_as_fun(core.ClosedJaxpr(first, []))(*jax.tree.leaves((x, shared)), *consts)
+        return core.jaxpr_as_fun(core.ClosedJaxpr(first, []))(
+            *jax.tree.leaves((x, shared)), *consts
+        )
 
     def spec(x: jax.Array, rows: int, follows: int = 1) -> Any:
         return pallas.BlockSpec((rows, block)[: x.ndim], lambda c, p: (c * follows, p)[: x.ndim])
 
     def kernel(*refs: Any) -> None:
-        rows, common, out = refs[n : n + number], [ref[0] for ref in refs[n + number : -n]], refs[-n:]
+        rows, common, out = (
+            refs[n : n + number],
+            [ref[0] for ref in refs[n + number : -n]],
+            refs[-n:],
+        )
 
         def load(i: jax.Array) -> list[jax.Array]:
             i = jnp.minimum(i, length - 1)
             return [ref[length - 1 - i if reverse else i] for ref in rows]
 
-        def turn(k: jax.Array, carry: tuple[list[jax.Array], Any], count: int = unroll) -> tuple[list[jax.Array], Any]:
+        def turn(
+            k: jax.Array, carry: tuple[list[jax.Array], Any], count: int = unroll
+        ) -> tuple[list[jax.Array], Any]:
             state, now = carry
             coming = [load((k + 1) * unroll + j) for j in range(unroll)]
             for j in range(count):
@@ -157,7 +199,10 @@ def march(step: SliceStep, starts: State, xs: Stacked, shared: PyTree, *, revers
                     ref[0 if ends else length - 1 - i if reverse else i] = x.astype(ref.dtype)
             return state, coming
 
-        start = [ref[0].astype(_wide(ref)) for ref in refs[:n]], [load(jnp.int32(j)) for j in range(unroll)]
+        start = (
+            [ref[0].astype(_wide(ref)) for ref in refs[:n]],
+            [load(jnp.int32(j)) for j in range(unroll)],
+        )
         whole = jnp.int32(length // unroll)
         turn(whole, lax.fori_loop(jnp.int32(0), whole, turn, start), length % unroll)
 
@@ -171,20 +216,30 @@ def march(step: SliceStep, starts: State, xs: Stacked, shared: PyTree, *, revers
         kernel,
         out_shape=[jax.ShapeDtypeStruct((intervals * written, places), x.dtype) for x in leaves],
         grid=(intervals, places // block),
-        in_specs=[*(spec(x, 1) for x in initial), *(spec(x, length) for x in each), *(spec(x, 1, 0) for x in common)],
+        in_specs=[
+            *(spec(x, 1) for x in initial),
+            *(spec(x, length) for x in each),
+            *(spec(x, 1, 0) for x in common),
+        ],
         out_specs=[spec(x, written) for x in initial],
         compiler_params=launch(),
         interpret=INTERPRET,
     )(*initial, *each, *common)
-    return jax.tree.unflatten(structure, [y.reshape(-1, *x.shape[1:]) for x, y in zip(leaves, results, strict=True)])
+    return jax.tree.unflatten(
+        structure, [y.reshape(-1, *x.shape[1:]) for x, y in zip(leaves, results, strict=True)]
+    )
 
 
 def intervals(steps: int, places: int) -> int:
     """Number of intervals that a chain is cut into."""
-    return _tree.divisor(steps, 1 if places >= _FULL or steps < _LONG else min(_INTERVALS, steps // 64))
+    return _tree.divisor(
+        steps, 1 if places >= _FULL or steps < _LONG else min(_INTERVALS, steps // 64)
+    )
 
 
-def _solve(level: Level, step: SliceStep, y0: State, xs: Stacked, shared: PyTree) -> tuple[Stacked, jax.Array]:
+def _solve(
+    level: Level, step: SliceStep, y0: State, xs: Stacked, shared: PyTree
+) -> tuple[Stacked, jax.Array]:
     """States after every step, and the number of iterations of Newton's method on the states that enter intervals.
 
     An iteration propagates the states through all intervals at once, with their derivatives. The first k intervals are exact
@@ -200,26 +255,38 @@ def _solve(level: Level, step: SliceStep, y0: State, xs: Stacked, shared: PyTree
         wide, count = _tree.wide(y0), intervals(_tree.leading(xs), jax.tree.leaves(y0)[0].size)
         units, zero = _tree.repeat(_units(wide), count), _tree.repeat(_tree.zeros_like(wide), 1)
 
-        def derivative(state: tuple[State, list[State]], x: PyTree, shared: PyTree) -> tuple[State, list[State]]:
+        def derivative(
+            state: tuple[State, list[State]], x: PyTree, shared: PyTree
+        ) -> tuple[State, list[State]]:
             return _columns(lambda u: _tree.wide(step(_tree.narrow(u, y0), x, shared)), *state)
 
         def entering(leaving: Stacked) -> Stacked:
             return _tree.push(leaving, wide, reverse=reverse)
 
-        def body(carry: tuple[Stacked, jax.Array, jax.Array]) -> tuple[Stacked, jax.Array, jax.Array]:
+        def body(
+            carry: tuple[Stacked, jax.Array, jax.Array],
+        ) -> tuple[Stacked, jax.Array, jax.Array]:
             old, done, _ = carry
-            reached, columns = march(derivative, (entering(old), units), xs, shared, reverse=reverse, ends=True)
+            reached, columns = march(
+                derivative, (entering(old), units), xs, shared, reverse=reverse, ends=True
+            )
             change = march(_affine, zero, (columns, _tree.sub(reached, old)), None, reverse=reverse)
-            new = jax.tree.map(lambda u, d, r: jnp.where(jnp.isfinite(u + d), u + d, r), old, change, reached)
+            new = jax.tree.map(
+                lambda u, d, r: jnp.where(jnp.isfinite(u + d), u + d, r), old, change, reached
+            )
             pairs = zip(*map(jax.tree.leaves, (new, old)), strict=True)
-            limit = math.sqrt(jnp.finfo(jax.tree.leaves(wide)[0].dtype).eps)  # the next iteration squares it
+            limit = math.sqrt(
+                jnp.finfo(jax.tree.leaves(wide)[0].dtype).eps
+            )  # the next iteration squares it
             close = [jnp.max(jnp.abs(a - b)) <= limit * jnp.max(jnp.abs(a)) for a, b in pairs]
             return new, done + 1, jnp.all(jnp.stack(close)) | reverse
 
         carry = _tree.repeat(wide, count), jnp.int32(0), jnp.asarray(False)
         if count > 1:
             carry = lax.while_loop(lambda carry: ~carry[2] & (carry[1] < count), body, carry)
-        return march(step, _tree.narrow(entering(carry[0]), y0), xs, shared, reverse=reverse), carry[1]
+        return march(
+            step, _tree.narrow(entering(carry[0]), y0), xs, shared, reverse=reverse
+        ), carry[1]
 
     @jax.custom_jvp
     def run(*operands: PyTree) -> tuple[Stacked, jax.Array]:
@@ -243,7 +310,9 @@ def _units(u: State) -> list[State]:
     return [jax.tree.unflatten(structure, one) for one in ones]
 
 
-def _columns(step: Callable[[State], State], u: State, directions: list[State]) -> tuple[State, list[State]]:
+def _columns(
+    step: Callable[[State], State], u: State, directions: list[State]
+) -> tuple[State, list[State]]:
     """The state after a step, and its derivatives along ``directions``."""
     u, derivative = jax.linearize(step, u)
     return u, [derivative(direction) for direction in directions]
@@ -263,7 +332,9 @@ def _refusal(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> str:
     def derivative(u: State, x: PyTree, shared: PyTree) -> tuple[State, list[State]]:
         return _columns(lambda u: step(u, x, shared), u, _units(u))
 
-    return next((why for f in (step, derivative) if isinstance(why := split(f, u, x, shared), str)), "")
+    return next(
+        (why for f in (step, derivative) if isinstance(why := split(f, u, x, shared), str)), ""
+    )
 
 
 def places(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> int:
@@ -309,9 +380,17 @@ class Elementwise(Solver):
         if not reverse:
             u, taken = _solve(level, step, level.y0, (xs, level.rhs), level.shared)
             return Start(u, taken=taken)
-        total, columns = sweep(level, _tree.repeat(_tree.zeros_like(level.y0), level.steps), advance=pull)
-        lam, taken = _solve(level, _affine, _tree.wide(level.y0), _tree.wide((columns, total)), None)
+        total, columns = sweep(
+            level, _tree.repeat(_tree.zeros_like(level.y0), level.steps), advance=pull
+        )
+        lam, taken = _solve(
+            level, _affine, _tree.wide(level.y0), _tree.wide((columns, total)), None
+        )
         return Start(_tree.narrow(lam, level.y0), taken=taken)
 
-    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
-        return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
+    def finish(
+        self, levels: Sequence[Level], u: CPoints, advance: Advance | None
+    ) -> tuple[CPoints, PyTree]:
+        return u, None if advance is None else sweep(
+            levels[0], levels[0].incoming(u), advance=advance
+        )[1]

@@ -49,14 +49,20 @@ class Jacobians(abc.ABC):
     def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
         """The Jacobian of two steps in sequence, ``second @ first``."""
 
-    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+    def damp(
+        self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]
+    ) -> jax.Array:
         """Apply ``change(jacobian, is_matrix)``, a `Damping`, to a Jacobian."""
-        return jnp.moveaxis(change(jnp.moveaxis(jacobian, self.axes, (-2, -1)), True), (-2, -1), self.axes)
+        return jnp.moveaxis(
+            change(jnp.moveaxis(jacobian, self.axes, (-2, -1)), True), (-2, -1), self.axes
+        )
 
     def identity(self, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         """The Jacobian of the identity."""
         size = shape[self.axes[0]]
-        others = [i for i in range(len(shape)) if i not in (axis % len(shape) for axis in self.axes)]
+        others = [
+            i for i in range(len(shape)) if i not in (axis % len(shape) for axis in self.axes)
+        ]
         return jnp.broadcast_to(jnp.expand_dims(jnp.eye(size, dtype=dtype), others), shape)
 
     def flops(self, shape: Sequence[int]) -> float:
@@ -92,10 +98,18 @@ class Whole(Jacobians):
         """Return the state after the step, and the map from a unit vector to a column (-1) or a row (-2) of the Jacobian."""
         v = self.join(u)
         transposed = transposed or _only_backward(step, u)
-        v_next, derivative = _linearise(lambda v: self.join(step(self.part(v))), v, transposed=transposed)
+        v_next, derivative = _linearise(
+            lambda v: self.join(step(self.part(v))), v, transposed=transposed
+        )
         coupled = self._axes > 0 and COUPLED in example_axes(derivative, (), v, self._axes)
-        if self._axes and not transposed and all(len(shape) == self._axes for shape in self._shapes):
-            coupled = coupled or not acts_in_place(jax.linearize(step, u)[1], u)  # more likely units than examples
+        if (
+            self._axes
+            and not transposed
+            and all(len(shape) == self._axes for shape in self._shapes)
+        ):
+            coupled = coupled or not acts_in_place(
+                jax.linearize(step, u)[1], u
+            )  # more likely units than examples
         if coupled:
             raise ValueError(
                 f"Newton(batch_axes={self._axes}) takes a Jacobian for each example, and the step combines entries along the "
@@ -113,7 +127,9 @@ class Full(Whole):
         v = self.join(u)
         units = _tree.varying(jnp.eye(v.shape[-1], dtype=v.dtype), v)
         u_next, derivative, axis = self.derivative(step, u, transposed=transposed)
-        return u_next, jax.vmap(lambda unit: derivative(_tree.broadcast(unit, v)), out_axes=axis)(units)
+        return u_next, jax.vmap(lambda unit: derivative(_tree.broadcast(unit, v)), out_axes=axis)(
+            units
+        )
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
         return jnp.einsum("...ij,...j->...i", matrix, vector, precision=lax.Precision.HIGHEST)
@@ -139,7 +155,9 @@ class Shared(Whole):
     def operands(self, step: Step, u: State, xs: PyTree) -> PyTree:
         """With the mean over examples where each example has its own."""
         x = _tree.entry_like(xs)
-        jax.eval_shape(lambda u, x: self.derivative(lambda u: step(u, x), u, transposed=False)[0], u, x)  # refuses
+        jax.eval_shape(
+            lambda u, x: self.derivative(lambda u: step(u, x), u, transposed=False)[0], u, x
+        )  # refuses
         own = own_operands(step, u, x, self._shapes[0][: self._axes])
         return jax.tree.map(lambda x, own: jax.vmap(self._mean)(x) if own else x, xs, own)
 
@@ -151,7 +169,9 @@ class Shared(Whole):
         center = one.join(state)
         batch, size = center.shape[:-1], center.shape[-1]
         turns = -(-size // math.prod(batch))
-        units = jnp.eye(turns * math.prod(batch), size, dtype=center.dtype).reshape(turns, *batch, size)
+        units = jnp.eye(turns * math.prod(batch), size, dtype=center.dtype).reshape(
+            turns, *batch, size
+        )
         rows = jax.vmap(derivative)(_tree.varying(units, center)).reshape(-1, size)[:size]
         return u_next, rows.T if axis == -2 else rows
 
@@ -177,7 +197,10 @@ def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyT
     def pull(u: State, leaves: list[jax.Array], cotangent: State) -> list[jax.Array]:
         def of_some(some: list[jax.Array]) -> State:
             new = dict(zip(alike, some, strict=True))
-            return step(u, jax.tree.unflatten(structure, [new.get(i, leaf) for i, leaf in enumerate(leaves)]))
+            return step(
+                u,
+                jax.tree.unflatten(structure, [new.get(i, leaf) for i, leaf in enumerate(leaves)]),
+            )
 
         gradients: list[jax.Array] = jax.vjp(of_some, [leaves[i] for i in alike])[1](cotangent)[0]
         return gradients
@@ -205,8 +228,14 @@ class Blocks(Jacobians):
         for i, x in enumerate(self._like):
             places.setdefault(x.shape, []).append(i)
         self._paired = len(set(map(len, places.values()))) == 1
-        self._blocks = list(zip(*places.values(), strict=True)) if self._paired else [tuple(range(len(leaves)))]
-        self._vectors = None if len(places) == 1 else Full([leaves[i] for i in self._blocks[0]], batch_axes)
+        self._blocks = (
+            list(zip(*places.values(), strict=True))
+            if self._paired
+            else [tuple(range(len(leaves)))]
+        )
+        self._vectors = (
+            None if len(places) == 1 else Full([leaves[i] for i in self._blocks[0]], batch_axes)
+        )
 
     def join(self, state: State) -> jax.Array:
         leaves = jax.tree.leaves(state)
@@ -218,8 +247,16 @@ class Blocks(Jacobians):
     def part(self, vector: jax.Array) -> State:
         parts: dict[int, jax.Array] = {}
         for block, joined in zip(self._blocks, vector, strict=True):
-            parts |= dict(zip(block, [joined] if self._vectors is None else self._vectors.part(joined), strict=True))
-        return jax.tree.unflatten(self._structure, [parts[i].astype(x.dtype) for i, x in enumerate(self._like)])
+            parts |= dict(
+                zip(
+                    block,
+                    [joined] if self._vectors is None else self._vectors.part(joined),
+                    strict=True,
+                )
+            )
+        return jax.tree.unflatten(
+            self._structure, [parts[i].astype(x.dtype) for i, x in enumerate(self._like)]
+        )
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
         transposed = transposed or _only_backward(step, u)
@@ -240,20 +277,29 @@ class Blocks(Jacobians):
 
         def entries(i: jax.Array) -> jax.Array:
             here = (jnp.arange(number) == i).astype(joined.dtype).reshape((1,) * axes + place)
-            columns = [of(leaf, _tree.broadcast(here, joined[0])).reshape(-1, *batch, number) for leaf in leaves]
+            columns = [
+                of(leaf, _tree.broadcast(here, joined[0])).reshape(-1, *batch, number)
+                for leaf in leaves
+            ]
             return jnp.stack(columns, axis=across)[..., i]
 
         blocks = lax.map(entries, jnp.arange(number), batch_size=min(number, _AT_ONCE))
         return u_next, jnp.moveaxis(blocks, 0, -1).reshape(len(joined), *joined.shape)
 
-    def damp(self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]) -> jax.Array:
+    def damp(
+        self, jacobian: jax.Array, change: Callable[[jax.Array, bool], jax.Array]
+    ) -> jax.Array:
         return change(jacobian, False) if len(jacobian) == 1 else super().damp(jacobian, change)
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
-        return functools.reduce(jnp.add, (matrix[:, j] * vector[j][None] for j in range(len(vector))))
+        return functools.reduce(
+            jnp.add, (matrix[:, j] * vector[j][None] for j in range(len(vector)))
+        )
 
     def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
-        return functools.reduce(jnp.add, (second[:, j, None] * first[j][None] for j in range(len(first))))
+        return functools.reduce(
+            jnp.add, (second[:, j, None] * first[j][None] for j in range(len(first)))
+        )
 
 
 def _linearise(function: StateStep, u: State, *, transposed: bool) -> tuple[State, StateStep]:
@@ -284,5 +330,7 @@ def _batches(shapes: list[tuple[int, ...]], axes: int | None) -> int:
     axes = axes or 0
     batches = {shape[:axes] for shape in shapes}
     if len(batches) > 1 or any(len(shape) < axes for shape in shapes):
-        raise ValueError(f"Newton(batch_axes={axes}) needs leaves that agree in their first {axes} axes; got {shapes}.")
+        raise ValueError(
+            f"Newton(batch_axes={axes}) needs leaves that agree in their first {axes} axes; got {shapes}."
+        )
     return axes

@@ -107,19 +107,26 @@ class MGRIT(Solver):
         for factor in per_level(self.coarsening):
             _check.integer("coarsening", factor, least=2)
         for relaxation in per_level(self.relaxation):
-            if not (callable(relaxation) or (isinstance(relaxation, str) and re.fullmatch("F(CF)*", relaxation))):
+            if not (
+                callable(relaxation)
+                or (isinstance(relaxation, str) and re.fullmatch("F(CF)*", relaxation))
+            ):
                 raise ValueError(
                     'relaxation must be "F", "FCF", "FCFCF", ..., or a function r(level, u) -> u (or one per level); got '
                     f"{relaxation!r}."
                 )
         if not callable(self.cycle):
-            _check.one_of("cycle", self.cycle, VISITS, otherwise="or a function f(levels, u) -> (u, squares)")
+            _check.one_of(
+                "cycle", self.cycle, VISITS, otherwise="or a function f(levels, u) -> (u, squares)"
+            )
         _check.one_of("start", self.start, ("cascade", "guess"))
         _check.one_of("storage", self.storage, ("c_points", "all"))
         _check.at_once(self.at_once)
         _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
         for pair in self._transfers():
-            if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2 and all(map(callable, pair))):
+            if pair is not None and not (
+                isinstance(pair, tuple) and len(pair) == 2 and all(map(callable, pair))
+            ):
                 raise ValueError(
                     f"spatial must be None or per level a pair (restrict, prolong) of functions; got {pair!r}."
                 )
@@ -146,7 +153,9 @@ class MGRIT(Solver):
         return math.prod(factor for _, factor in self.grid(steps))
 
     def needs(self, steps: int) -> Needs:
-        return Needs([at_level(self._transfers(), level) for level in range(len(self.grid(steps)) - 1)])
+        return Needs(
+            [at_level(self._transfers(), level) for level in range(len(self.grid(steps)) - 1)]
+        )
 
     def resolve(self, steps: int, *, warm: bool = False) -> Solver:
         if not isinstance(self.coarse_step, CoarseStep):
@@ -193,7 +202,9 @@ class MGRIT(Solver):
             return self.cycle(levels, state)
         return fas_cycle(self._scheme, levels, state, self.cycle)
 
-    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
+    def finish(
+        self, levels: Sequence[Level], u: CPoints, advance: Advance | None
+    ) -> tuple[CPoints, PyTree]:
         swept, emitted = sweep(levels[0], levels[0].incoming(u), advance=advance)
         return _tree.blend(self.c_weight, swept, u), emitted
 

@@ -95,7 +95,9 @@ class Iterate(NamedTuple):
     """States that leave the layers, and the arrays that all iterations share; leaves ``(N, ...)``."""
 
     states: CPoints
-    operands: PyTree = None  # of the layers, for Jacobians that are not those of the evaluated steps
+    operands: PyTree = (
+        None  # of the layers, for Jacobians that are not those of the evaluated steps
+    )
     jacobians: jax.Array | None = None  # of an adjoint system
 
 
@@ -168,7 +170,9 @@ class Newton(Solver):
         if self.batch_axes is not None:
             _check.integer("batch_axes", self.batch_axes, least=0)
         if self.jacobian_of is not None and not callable(self.jacobian_of):
-            raise TypeError(f"jacobian_of must be a function of the form of the step; got {self.jacobian_of!r}.")
+            raise TypeError(
+                f"jacobian_of must be a function of the form of the step; got {self.jacobian_of!r}."
+            )
         if self.jacobian_of is not None and self.jacobian == "identity":
             raise ValueError('jacobian="identity" uses no Jacobian; remove jacobian_of.')
         _check.one_of("storage", self.storage, ("states", "all"))
@@ -187,7 +191,10 @@ class Newton(Solver):
         return (dataclasses.replace(level, origin=origin),)
 
     def needs(self, steps: int) -> Needs:
-        return Needs(steps=() if self.jacobian_of is None else (self.jacobian_of,), averaged_axes=self._averaged_axes)
+        return Needs(
+            steps=() if self.jacobian_of is None else (self.jacobian_of,),
+            averaged_axes=self._averaged_axes,
+        )
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         level, shared = levels[0], self.jacobian == "shared"
@@ -225,16 +232,24 @@ class Newton(Solver):
         else:
             kind = self._kind(level)
             maps = Maps(*_tree.wide((jacobians, jax.vmap(kind.join)(residuals))))
-            change = jax.vmap(kind.part)(_affine.solve(level.workers, maps, kind, reverse=level.reverse))
+            change = jax.vmap(kind.part)(
+                _affine.solve(level.workers, maps, kind, reverse=level.reverse)
+            )
         new = _tree.add(old, change)
         set_back = jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in jax.tree.leaves(new)]))
-        squares = jnp.where(set_back, jnp.inf, sum_of_squares(level, residuals))  # what was set back is no solution
+        squares = jnp.where(
+            set_back, jnp.inf, sum_of_squares(level, residuals)
+        )  # what was set back is no solution
         # numbers that overflowed would never become finite, and the first k states would not be exact
         new = jax.tree.map(lambda x, before: jnp.where(jnp.isfinite(x), x, before), new, old)
         return u._replace(states=new), squares
 
-    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
-        return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
+    def finish(
+        self, levels: Sequence[Level], u: CPoints, advance: Advance | None
+    ) -> tuple[CPoints, PyTree]:
+        return u, None if advance is None else sweep(
+            levels[0], levels[0].incoming(u), advance=advance
+        )[1]
 
     @property
     def _averaged_axes(self) -> int:
@@ -250,7 +265,9 @@ class Newton(Solver):
         """The state after each layer, and the layers' Jacobians."""
         entering, kind, step = level.incoming(u.states), self._kind(level), _forward(level)
 
-        def linearise(step: Callable[[State], State], u: State, *, transposed: bool) -> tuple[State, jax.Array]:
+        def linearise(
+            step: Callable[[State], State], u: State, *, transposed: bool
+        ) -> tuple[State, jax.Array]:
             u_next, jacobian = kind.linearise(step, u, transposed=transposed)
             if not transposed:  # an infinite derivative would spoil the states of all later layers
                 jacobian = jnp.where(jnp.isfinite(jacobian), jacobian, 0)
@@ -264,9 +281,9 @@ class Newton(Solver):
             return sweep(level, entering, advance=advance)
         # those of an adjoint are its layers', at the states of their linearisation
         at = level.xs[1] if level.reverse else entering
-        jacobians = each(level, lambda u, x: linearise(lambda v: step(v, x), u, transposed=False)[1], at)(
-            at, u.operands
-        )
+        jacobians = each(
+            level, lambda u, x: linearise(lambda v: step(v, x), u, transposed=False)[1], at
+        )(at, u.operands)
         return sweep(level, entering)[0], jacobians
 
 

@@ -55,13 +55,18 @@ class Serial(Solver):
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         return Start(None)
 
-    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
+    def finish(
+        self, levels: Sequence[Level], u: CPoints, advance: Advance | None
+    ) -> tuple[CPoints, PyTree]:
         return march_and_emit(levels[0], advance)
 
 
 def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[Stacked, PyTree]]:
     """A ``lax.scan`` over the layers, which JAX differentiates: the last state; the states after the layers, and aux."""
-    unroll, layer = chain.workers.processor.serial_unroll(chain.traced.footprint), chain.step(0, aux=True)
+    unroll, layer = (
+        chain.workers.processor.serial_unroll(chain.traced.footprint),
+        chain.step(0, aux=True),
+    )
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, PyTree]]:
         u, aux = layer(u, x, chain.shared)

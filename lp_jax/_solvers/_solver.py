@@ -114,13 +114,17 @@ class Solver(CoarseStep):
         It returns the new state, and this worker's sum of squared residuals (`multigrid.sum_of_squares`) before they were
         corrected. By default states are C-points of ``levels[0]``, leaves ``(intervals, ...)``.
         """
-        raise NotImplementedError(f"{type(self).__name__} has iterations, and needs a method `improve` that makes one.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has iterations, and needs a method `improve` that makes one."
+        )
 
     def c_points(self, levels: Sequence[Level], state: PyTree) -> CPoints:
         """Return the C-points that a state holds; by default the state itself."""
         return state
 
-    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
+    def finish(
+        self, levels: Sequence[Level], u: CPoints, advance: Advance | None
+    ) -> tuple[CPoints, PyTree]:
         """Make the final sweep: the last C-points, and the trees that ``advance`` emitted at each step of the finest level."""
         return sweep(levels[0], levels[0].incoming(u), advance=advance)
 
@@ -220,7 +224,9 @@ class Stats(NamedTuple):
         norms = [float(norm) for norm in self.residual_norms]
         while norms and norms[-1] < 0:  # iterations that were not needed
             norms.pop()
-        shown = ["–" if norm < 0 else f"{norm:.3g}" for norm in norms[:12]] + ["..."] * (len(norms) > 12)
+        shown = ["–" if norm < 0 else f"{norm:.3g}" for norm in norms[:12]] + ["..."] * (
+            len(norms) > 12
+        )
         return f"Stats(iterations={int(self.iterations)}, residual_norms=[{', '.join(shown)}])"
 
 
@@ -251,13 +257,19 @@ class Progress(NamedTuple):
     met: jax.Array  # whether the tolerance is met
 
 
-def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> tuple[CPoints, Stats]:
+def iterate(
+    solver: Solver, levels: Sequence[Level], guess: CPoints | None
+) -> tuple[CPoints, Stats]:
     """Run ``solver`` on ``levels`` from a guess or its own start, to a fixed number of iterations or to a tolerance.
 
     The result in the stats does not say whether the states are finite.
     """
     fine = dataclasses.replace(levels[0], unit=unit_of(levels[0]))
-    levels, workers, dtype = (fine, *levels[1:]), fine.workers, _tree.real_dtype(fine.y0, at_least=jnp.float32)
+    levels, workers, dtype = (
+        (fine, *levels[1:]),
+        fine.workers,
+        _tree.real_dtype(fine.y0, at_least=jnp.float32),
+    )
     state, spent, reported, first, recovers, corrections, series = solver.init(levels, guess)
     taken, cycles = spent if reported is None else reported, solver.iterations - spent
     # from rounding, for states about as large as y0
@@ -265,7 +277,9 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
 
     def stats(iterations: jax.Array | int, norms: jax.Array, met: jax.Array | bool) -> Stats:
         norms = jnp.concatenate([jnp.full((spent,), NOT_MEASURED, dtype), norms])
-        return Stats(jnp.asarray(iterations, jnp.int32), norms, of_norms(norms, met, ROUNDING * largest))
+        return Stats(
+            jnp.asarray(iterations, jnp.int32), norms, of_norms(norms, met, ROUNDING * largest)
+        )
 
     if cycles <= 0:
         measured = stats(taken, jnp.zeros((0,), dtype), not solver.has_tolerance)
@@ -273,7 +287,9 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
             return solver.c_points(levels, state), measured
         return march(fine), measured._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
     if not solver.has_tolerance:
-        state, squares = lax.scan(lambda state, _: solver.improve(levels, state), state, length=cycles)
+        state, squares = lax.scan(
+            lambda state, _: solver.improve(levels, state), state, length=cycles
+        )
         norms = fine.norm(squares).astype(dtype)  # once, not in every cycle
         return solver.c_points(levels, state), stats(solver.iterations, norms, True)
 
@@ -286,13 +302,20 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
         asked = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
         if solver.rtol is not None and corrections is None:
             # a network that starts from zeros has no other measure of rounding
-            rtol, smallest = jnp.asarray(solver.rtol, dtype), 2 * max(map(eps_of, jax.tree.leaves(fine.y0)))
-            asked = jnp.maximum(asked, jnp.where(rtol < 0, rtol, jnp.maximum(rtol, smallest)) * reference)
+            rtol, smallest = (
+                jnp.asarray(solver.rtol, dtype),
+                2 * max(map(eps_of, jax.tree.leaves(fine.y0))),
+            )
+            asked = jnp.maximum(
+                asked, jnp.where(rtol < 0, rtol, jnp.maximum(rtol, smallest)) * reference
+            )
         return jnp.where(asked < 0, asked, jnp.maximum(asked, least))  # below zero: all iterations
 
     def unfinished(at: Progress) -> jax.Array:
         last = at.errors[at.done - 1]
-        wanted = ~at.met if recovers and not solver.fallback else ~at.met & ~jnp.isnan(last)  # else a NaN ends it
+        wanted = (
+            ~at.met if recovers and not solver.fallback else ~at.met & ~jnp.isnan(last)
+        )  # else a NaN ends it
         if solver.fallback:
             wanted &= ~hopeless(at.errors, at.done, solver.rtol if series and corrections else None)
         return (at.done < cycles) & ((at.done == 0) | wanted)
@@ -303,19 +326,38 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
             parts = corrections(at.state, state)
         else:
             before, after = (solver.c_points(levels, u) for u in (at.state, state))
-            parts = jnp.stack([changed_unseen(fine, before, after)[0].astype(dtype), rounding_of(fine, after)])
-        summed = workers.sum(jnp.concatenate([squares[None].astype(dtype), parts.reshape(-1).astype(dtype)]))
+            parts = jnp.stack(
+                [changed_unseen(fine, before, after)[0].astype(dtype), rounding_of(fine, after)]
+            )
+        summed = workers.sum(
+            jnp.concatenate([squares[None].astype(dtype), parts.reshape(-1).astype(dtype)])
+        )
         norms = at.norms.at[at.done].set(fine.in_units(summed[0]))
         met, last = jnp.asarray(False), norms[at.done]
-        if corrections is None or solver.atol is not None:  # else XLA drops residual norms that nobody reads
-            least = jnp.minimum(largest, fine.in_units(summed[2])) if corrections is None else largest
+        if (
+            corrections is None or solver.atol is not None
+        ):  # else XLA drops residual norms that nobody reads
+            least = (
+                jnp.minimum(largest, fine.in_units(summed[2])) if corrections is None else largest
+            )
             met = jnp.isfinite(last) & (last <= limit(norms, least))
         if corrections is None:  # zero does not count where squares vanished
-            return Progress(state, at.done + 1, norms, norms, at.first, met & ((last > 0) | (summed[1] == 0)))
+            return Progress(
+                state, at.done + 1, norms, norms, at.first, met & ((last > 0) | (summed[1] == 0))
+            )
         sizes = fine.in_units(summed[1:].reshape(parts.shape))
-        error, left, first = relative_error(fine, sizes, at.done, at.first, at.errors, warm=guess is not None)
+        error, left, first = relative_error(
+            fine, sizes, at.done, at.first, at.errors, warm=guess is not None
+        )
         errors = at.errors.at[at.done].set(error)
-        return Progress(state, at.done + 1, norms, errors, first, met | (left <= jnp.asarray(solver.rtol, dtype)))
+        return Progress(
+            state,
+            at.done + 1,
+            norms,
+            errors,
+            first,
+            met | (left <= jnp.asarray(solver.rtol, dtype)),
+        )
 
     none, leaves = jnp.full((cycles,), NOT_MEASURED, dtype), len(jax.tree.leaves(fine.y0))
     begin = jnp.int32(0), none, none, jnp.zeros((leaves,), dtype), jnp.asarray(False)
@@ -328,7 +370,9 @@ def iterate(solver: Solver, levels: Sequence[Level], guess: CPoints | None) -> t
             met |= (last > 0) & (last <= ROUNDING * least)
         # a loop of at most one turn: under vmap a cond would always propagate serially
         u, _ = lax.while_loop(
-            lambda carry: ~carry[1], lambda _: (march(fine), _tree.varying(jnp.asarray(True), met)), (u, met)
+            lambda carry: ~carry[1],
+            lambda _: (march(fine), _tree.varying(jnp.asarray(True), met)),
+            (u, met),
         )
     measured = stats(end.done + taken, end.norms, met)
     if solver.fallback:

@@ -56,7 +56,9 @@ class Sweeps(Solver):
 
     def __post_init__(self) -> None:
         if self.sweeps == 0:
-            raise ValueError("sweeps must be at least 1; got 0. A coarse step that does nothing is Identity().")
+            raise ValueError(
+                "sweeps must be at least 1; got 0. A coarse step that does nothing is Identity()."
+            )
         _check.integer("sweeps", self.sweeps, least=1)
         _check.one_of("storage", self.storage, ("states", "all"))
         _check.at_once(self.at_once)
@@ -78,8 +80,12 @@ class Sweeps(Solver):
     def c_points(self, levels: Sequence[Level], state: Swept) -> CPoints:
         return state.points(levels[0])
 
-    def finish(self, levels: Sequence[Level], u: CPoints, advance: Advance | None) -> tuple[CPoints, PyTree]:
-        return u, None if advance is None else sweep(levels[0], levels[0].incoming(u), advance=advance)[1]
+    def finish(
+        self, levels: Sequence[Level], u: CPoints, advance: Advance | None
+    ) -> tuple[CPoints, PyTree]:
+        return u, None if advance is None else sweep(
+            levels[0], levels[0].incoming(u), advance=advance
+        )[1]
 
 
 @register("rtol", "atol")
@@ -192,7 +198,9 @@ class Windowed(Sweeps):
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         level, spent = levels[0], self.sweeps - 1
         if level.number > 0:
-            raise ValueError(f"coarsest must sweep over its whole level; got {self!r}. Take Picard(...).")
+            raise ValueError(
+                f"coarsest must sweep over its whole level; got {self!r}. Take Picard(...)."
+            )
 
         def window(
             u: State, operands: tuple[PyTree, PyTree]
@@ -207,7 +215,9 @@ class Windowed(Sweeps):
                 at, squares = self.improve((inside,), at)
                 first = squares if self.has_tolerance else None
             if spent > 1:
-                unroll = spent <= _UNROLLED or level.workers.processor.loop_unroll(spent - 1, again, 0, at)
+                unroll = spent <= _UNROLLED or level.workers.processor.loop_unroll(
+                    spent - 1, again, 0, at
+                )
                 at = lax.fori_loop(1, spent, again, at, unroll=unroll)
             return at.last, (at.last, (at.points(inside), first))
 
@@ -217,7 +227,9 @@ class Windowed(Sweeps):
         windows = _tree.split((level.xs, level.rhs), self.unit(level.workers.total(level.span)))
         _, (points, first) = level.workers.relay(run, level.y0, reverse=level.reverse)
         return Start(
-            begin(level, _tree.merge(points)), spent, first=None if first is None else level.norm(jnp.sum(first))
+            begin(level, _tree.merge(points)),
+            spent,
+            first=None if first is None else level.norm(jnp.sum(first)),
         )
 
 
@@ -255,7 +267,9 @@ class Secant(Sweeps):
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         swept = begin(levels[0], guess)
-        slope = _tree.varying(jnp.zeros((), _tree.real_dtype(swept.last, at_least=jnp.float32)), swept)
+        slope = _tree.varying(
+            jnp.zeros((), _tree.real_dtype(swept.last, at_least=jnp.float32)), swept
+        )
         swept = swept._replace(change=_tree.zeros_like(swept.entering), slope=slope)
         return Start(swept, corrections=functools.partial(measure_corrections, levels[0]))
 
@@ -269,13 +283,19 @@ class Secant(Sweeps):
         slope = jnp.where(jnp.isfinite(slope), slope, 0)
         factor = 1 + slope
         increments = jax.tree.map(lambda f, y: f - factor.astype(f.dtype) * y, stepped, u)
-        entering, last = workers.prefix_sums(increments, level.y0, reverse=level.reverse, factor=factor)
+        entering, last = workers.prefix_sums(
+            increments, level.y0, reverse=level.reverse, factor=factor
+        )
         change, n = _tree.sub(entering, u), level.steps
         if workers.padded and not level.reverse and n:
             # all slots beyond the last layer get the state that leaves it, with no change
-            end = jnp.asarray(jnp.clip(workers.total(level.span) - workers.start(level.span), 0, n), jnp.int32)
+            end = jnp.asarray(
+                jnp.clip(workers.total(level.span) - workers.start(level.span), 0, n), jnp.int32
+            )
             number = jnp.arange(n, dtype=jnp.int32)
-            last = jax.tree.map(lambda x, y: jnp.where(end < n, x[jnp.minimum(end, n - 1)], y), entering, last)
+            last = jax.tree.map(
+                lambda x, y: jnp.where(end < n, x[jnp.minimum(end, n - 1)], y), entering, last
+            )
             entering = jax.tree.map(lambda x: x[jnp.minimum(number, end)], entering)
             change = _tree.where_rows(number < end, change)
         return Swept(entering, last, change, slope), sum_of_squares(level, residuals)
@@ -296,7 +316,9 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
     size = chunk(level.steps, level.at_once)
     stepped_from = batched(single(level), size)
 
-    def square(total: jax.Array, before: jax.Array, stepped: jax.Array, entering: jax.Array) -> jax.Array:
+    def square(
+        total: jax.Array, before: jax.Array, stepped: jax.Array, entering: jax.Array
+    ) -> jax.Array:
         """Squares of the state after each layer's predecessor, minus the state that enters the layer."""
         left = _tree.push(stepped, before, reverse=level.reverse)
         size = jnp.abs(left - entering).astype(dtype)
@@ -309,26 +331,41 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
         total, squares, before = carry
         stepped, _ = stepped_from(*operands)
         squares = jax.tree.map(square, squares, before, stepped, operands[0])
-        entering, total = _tree.prefix_sums(_tree.sub(stepped, operands[0]), total, reverse=level.reverse)
+        entering, total = _tree.prefix_sums(
+            _tree.sub(stepped, operands[0]), total, reverse=level.reverse
+        )
         return (total, squares, _tree.take(stepped, 0 if level.reverse else -1)), entering
 
     start = _tree.wide(level.y0 if first else _tree.zeros_like(level.y0))
-    squares = _tree.zeros_like(_tree.repeat(start, size), dtype)  # of each number; they are summed once, at the end
+    squares = _tree.zeros_like(
+        _tree.repeat(start, size), dtype
+    )  # of each number; they are summed once, at the end
     entered = _tree.take(u.entering, -1 if level.reverse else 0)
     operands = u.entering, (level.xs, level.rhs)
     carry = start, squares, entered
-    (total, squares, stepped), entering = in_chunks(layers, carry, operands, size, reverse=level.reverse)
+    (total, squares, stepped), entering = in_chunks(
+        layers, carry, operands, size, reverse=level.reverse
+    )
     summed = jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, squares))
     summed += sum_of_squares(level, _tree.sub(stepped, u.last)).astype(dtype)
     if not first:
-        before = _tree.add(_tree.wide(level.y0), level.workers.exclusive_scan(total, reverse=level.reverse))
-        entering = _tree.narrow(jax.tree.map(lambda x, y: x + y[None], _tree.wide(entering), before), entering)
+        before = _tree.add(
+            _tree.wide(level.y0), level.workers.exclusive_scan(total, reverse=level.reverse)
+        )
+        entering = _tree.narrow(
+            jax.tree.map(lambda x, y: x + y[None], _tree.wide(entering), before), entering
+        )
         total = _tree.add(total, before)
     return Swept(entering, _tree.narrow(total, level.y0)), summed
 
 
 def _sweep_interval(
-    step: SliceStep, sweeps: int, at_once: int, u: State, x: tuple[PyTree, Points | None], shared: PyTree
+    step: SliceStep,
+    sweeps: int,
+    at_once: int,
+    u: State,
+    x: tuple[PyTree, Points | None],
+    shared: PyTree,
 ) -> State:
     """The state after one interval's layers, for a coarse step.
 

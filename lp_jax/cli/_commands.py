@@ -38,8 +38,14 @@ _EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
     ],
     "plan": [
         ("lp-jax plan digits", "a solver for this network on this machine"),
-        ("lp-jax plan digits --workers 8 --error 1e-3", "layers spread over eight such machines, a closer gradient"),
-        ("lp-jax plan machine machine.json --layers 1024", "predict from what was measured elsewhere"),
+        (
+            "lp-jax plan digits --workers 8 --error 1e-3",
+            "layers spread over eight such machines, a closer gradient",
+        ),
+        (
+            "lp-jax plan machine machine.json --layers 1024",
+            "predict from what was measured elsewhere",
+        ),
     ],
     "bench": [
         ("lp-jax bench ranks --help", "the options of a suite"),
@@ -51,7 +57,9 @@ _EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
 def run(args: Sequence[str]) -> None:
     """Run the command that the arguments name, or print the menu."""
     if "--debug" not in args:
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs tracebacks of errors that it raises, too
+        logging.getLogger("absl").setLevel(
+            logging.CRITICAL
+        )  # orbax logs tracebacks of errors that it raises, too
     if "" not in sys.path:
         sys.path.append("")  # solvers of the user: --solver mymodule.MySolver
     command, rest = _choose("", _ABOUT, _COMMANDS, args)
@@ -81,34 +89,52 @@ def run(args: Sequence[str]) -> None:
         train(problem, rest)
 
 
-def _choose(command: str, about: str, entries: Mapping[str, str], args: Sequence[str]) -> tuple[str, list[str]]:
+def _choose(
+    command: str, about: str, entries: Mapping[str, str], args: Sequence[str]
+) -> tuple[str, list[str]]:
     """Return the first argument, an entry of the menu, and the arguments after it; print the menu if there are none."""
     prog = f"lp-jax {command}".rstrip()
     parser = MenuParser(
         prog=prog,
         usage=f"{prog} COMMAND ...",
         description=description(about, _EXAMPLES[command]),
-        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=20),
+        formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=20
+        ),
     )
     if not command:
         version = importlib.metadata.version("lp_jax")
-        parser.add_argument("--version", action="version", version=f"lp_jax {version}", help="Version of lp_jax.")
+        parser.add_argument(
+            "--version", action="version", version=f"lp_jax {version}", help="Version of lp_jax."
+        )
     menu = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name, text in entries.items():
         menu.add_parser(name, help=text.replace("%", "%%"), add_help=False)
     if args and not args[0].startswith("-") and args[0] not in entries:
         near = nearest(args[0], entries)
-        parser.error(f"{args[0]!r} is none of {', '.join(entries)}" + (f"; did you mean {near}?" if near else "."))
+        parser.error(
+            f"{args[0]!r} is none of {', '.join(entries)}"
+            + (f"; did you mean {near}?" if near else ".")
+        )
     return parser.parse_args(args[:1] or ["--help"]).command, list(args[1:])
 
 
 def _suites() -> dict[str, str]:
     """Return the modules of benchmarks that have a ``main``, with the first line of their docstrings, without importing them."""
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in sorted(_BENCHMARKS.glob("[!_]*.py"))}
-    suites = {name: text for name, text in sources.items() if re.search(r"^(def main\(arguments|main = )", text, re.M)}
+    sources = {
+        path.stem: path.read_text(encoding="utf-8") for path in sorted(_BENCHMARKS.glob("[!_]*.py"))
+    }
+    suites = {
+        name: text
+        for name, text in sources.items()
+        if re.search(r"^(def main\(arguments|main = )", text, re.M)
+    }
     if not suites:
         raise CommandError(
             "the benchmarks come with the source and not with the package: clone the repository, and in its folder "
             "pip install -e '.[bench]'."
         )
-    return {name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0] for name, text in suites.items()}
+    return {
+        name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        for name, text in suites.items()
+    }

@@ -44,7 +44,11 @@ _MOST_WORKERS = 8
 
 def ways(layers: int, comm: MeshComm | None) -> Iterator[tuple[str, Sequence[int], Pair, Place]]:
     """Yield the ways to train: name, successive numbers of layers, solvers and place. ``comm`` is None on one device."""
-    once, depths, spread = (layers,), (layers // 4, layers // 2, layers), ONE_DEVICE if comm is None else devices(comm)
+    once, depths, spread = (
+        (layers,),
+        (layers // 4, layers // 2, layers),
+        ONE_DEVICE if comm is None else devices(comm),
+    )
     yield "exact", once, SERIAL, ONE_DEVICE
     if comm is not None:
         yield "data parallel", once, SERIAL, copies(comm)
@@ -55,11 +59,17 @@ def ways(layers: int, comm: MeshComm | None) -> Iterator[tuple[str, Sequence[int
 
 
 def trained(
-    name: str, depths: Sequence[int], made: Experiment, exact_loss: Callable[[int], LossFn], console: Console
+    name: str,
+    depths: Sequence[int],
+    made: Experiment,
+    exact_loss: Callable[[int], LossFn],
+    console: Console,
 ) -> train.Log:
     """Train, test after each epoch by ``exact_loss(layers)`` on one device, and probe the first and the last gradient."""
     training, steps = made.settings.training, made.task.steps_per_epoch
-    optimizer = optax.adam(optax.cosine_decay_schedule(training.learning_rate, steps * training.epochs))
+    optimizer = optax.adam(
+        optax.cosine_decay_schedule(training.learning_rate, steps * training.epochs)
+    )
 
     def test(model: nn.Classifier) -> list[train.Every]:
         assert isinstance(model.trunk, nn.LayerParallel)
@@ -71,7 +81,9 @@ def trained(
 
         return [train.Every("test", steps, measure)]
 
-    _, state, log = depth_by_depth(made, depths, optimizer, measures=test, meter=train.Bar(name, console))
+    _, state, log = depth_by_depth(
+        made, depths, optimizer, measures=test, meter=train.Bar(name, console)
+    )
     without_compilation(log)
     if not made.exact:
         for step, params in ((0, made.params), (int(state.step), state.params)):
@@ -102,10 +114,17 @@ def numbers_of(logs: Mapping[str, train.Log]) -> tuple[float, dict[str, dict[str
     last = {name: log.of("test")[-1]["accuracy"] for name, log in logs.items()}
     target, numbers = min(last.values()), {}
     for name, log in logs.items():
-        probed = [row["gradient_error"] for row in log.of("probe")]  # a log has None for what is not finite
+        probed = [
+            row["gradient_error"] for row in log.of("probe")
+        ]  # a log has None for what is not finite
         errors = [math.nan if error is None else error for error in probed] or (0.0, 0.0)
         times = {"seconds": seconds(log, target), "all_seconds": seconds(log)}
-        numbers[name] = {**times, "accuracy": last[name], "first_error": errors[0], "last_error": errors[-1]}
+        numbers[name] = {
+            **times,
+            "accuracy": last[name],
+            "first_error": errors[0],
+            "last_error": errors[-1],
+        }
     return target, numbers
 
 
@@ -118,7 +137,10 @@ def table(target: float, numbers: Mapping[str, Mapping[str, float]]) -> Table:
     for name, row in numbers.items():
         result.add_row(
             name,
-            *(f"{row[time]:5.2f} s ({row[time] / exact[time]:.2f})" for time in ("seconds", "all_seconds")),
+            *(
+                f"{row[time]:5.2f} s ({row[time] / exact[time]:.2f})"
+                for time in ("seconds", "all_seconds")
+            ),
             f"{row['accuracy']:.1%}",
             f"{row['first_error']:.0e}, {row['last_error']:.0e}" if row["last_error"] else "none",
         )
@@ -128,10 +150,34 @@ def table(target: float, numbers: Mapping[str, Mapping[str, float]]) -> Table:
 def run(args: Sequence[str]) -> None:
     parser = MenuParser(prog="lp-jax demo", description=ABOUT, allow_abbrev=False)
     add, folder = parser.add_argument, Path("runs", "demo")
-    add("--out", type=Path, default=folder, metavar="FOLDER", help="Folder for the numbers and the picture.")
-    add("--layers", type=PositiveInt, default=4096, metavar="N", help="Number of layers, a multiple of 64.")
-    add("--seed", type=int, default=0, metavar="N", help="Seed of the split, the first parameters and the batches.")
-    add("--epochs", type=PositiveInt, default=6, metavar="N", help="Number of epochs of each training.")
+    add(
+        "--out",
+        type=Path,
+        default=folder,
+        metavar="FOLDER",
+        help="Folder for the numbers and the picture.",
+    )
+    add(
+        "--layers",
+        type=PositiveInt,
+        default=4096,
+        metavar="N",
+        help="Number of layers, a multiple of 64.",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Seed of the split, the first parameters and the batches.",
+    )
+    add(
+        "--epochs",
+        type=PositiveInt,
+        default=6,
+        metavar="N",
+        help="Number of epochs of each training.",
+    )
     add("--no-pictures", action="store_true", help="Draw no picture.")
     options = parser.parse_args(args)
     layers, epochs, seed = options.layers, options.epochs, options.seed
@@ -147,7 +193,9 @@ def run(args: Sequence[str]) -> None:
     comm = mesh_comm({"layers": workers}) if workers > 1 else None
     examples = task.steps_per_epoch * settings.training.batch_size
     kind = jax.devices()[0].device_kind
-    out.print(f"{layers} layers of {settings.model.width} units on {examples:,} digits an epoch, {epochs} epochs.")
+    out.print(
+        f"{layers} layers of {settings.model.width} units on {examples:,} digits an epoch, {epochs} epochs."
+    )
     out.print(f"Devices: {workers} ({kind}), each with {layers // workers} layers.")
 
     @functools.cache  # one program for the tests of all runs
@@ -161,12 +209,17 @@ def run(args: Sequence[str]) -> None:
     target, numbers = numbers_of(logs)
     out.print(table(target, numbers))
     out.print(EXPLAINED)
-    serial, sweeps = planning.training_step(*SERIAL, layers), planning.training_step(*SWEEPS, layers, workers=workers)
+    serial, sweeps = (
+        planning.training_step(*SERIAL, layers),
+        planning.training_step(*SWEEPS, layers, workers=workers),
+    )
     out.print(
         f"Why: an exact step is {serial.depth()} evaluations of one layer, one after another. A layer-parallel step is "
         f"{sweeps.depth()} evaluations of {layers // workers} layers at once: 4 forward, 2 adjoint and the gradient.\n"
     )
     write_json(options.out / "summary.json", {"seed": seed, "workers": workers, "runs": numbers})
     if not options.no_pictures:
-        viz.race({name: log.rows for name, log in logs.items()}, target=target).savefig(options.out / "race.png")
+        viz.race({name: log.rows for name, log in logs.items()}, target=target).savefig(
+            options.out / "race.png"
+        )
     out.print(f"In {options.out}: {'' if options.no_pictures else 'race.png, '}summary.json")

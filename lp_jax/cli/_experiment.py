@@ -76,7 +76,9 @@ class Experiment:
 
     def gradient_error(self, params: PyTree, batch: Batch, *solvers: Solver) -> float:
         """Return the relative error of the gradient with these solvers."""
-        return float(gradient_error(self.loss_fn, params, batch, *solvers, ranks=self.place.ranks).relative)
+        return float(
+            gradient_error(self.loss_fn, params, batch, *solvers, ranks=self.place.ranks).relative
+        )
 
 
 def described(settings: Settings, task: Task, processes: int = 1) -> str:
@@ -89,19 +91,27 @@ def described(settings: Settings, task: Task, processes: int = 1) -> str:
         f"{model.width} wide, {count:,} parameters, t1 = {settings.t1:g} ({model.about()})"
     )
     # parameters, a gradient and the two moments of Adam
-    check_memory(line, 4 * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / processes)
+    check_memory(
+        line, 4 * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / processes
+    )
     return line
 
 
 def experiment(
-    settings: Settings, task: Task, place: Place = ONE_DEVICE, solvers: Pair | None = None, layers: int | None = None
+    settings: Settings,
+    task: Task,
+    place: Place = ONE_DEVICE,
+    solvers: Pair | None = None,
+    layers: int | None = None,
 ) -> Experiment:
     """Build the model, with its layers on the devices that use them; ``layers`` replaces their number in the settings."""
     pair = solvers or settings.model.solvers
     solve = {"solver": pair[0], "adjoint_solver": pair[1], "comm": place.comm}
     rngs = nnx.Rngs(settings.training.seed)
     model = settings.model.build(task, layers or settings.layers, settings.t1, rngs, **solve)
-    if place.ranks is not None:  # which ask for the paths of the parameters that are spread over them
+    if (
+        place.ranks is not None
+    ):  # which ask for the paths of the parameters that are spread over them
         spread = [
             "/".join(map(str, (*path, "layers")))
             for path, part in nnx.iter_modules(model)
@@ -120,13 +130,20 @@ class Run:
     state: TrainState  # the last one
     log: Log
     examples: int  # of a step
-    seconds: float | None = None  # of this call, with compiling and measuring; None if nothing was left to train
+    seconds: float | None = (
+        None  # of this call, with compiling and measuring; None if nothing was left to train
+    )
 
     @property
     def rows(self) -> list[Row]:
         """Rows of the log, with work and depth in those of training."""
-        others, layers = [row for row in self.log.rows if row["kind"] != "train"], self.made.settings.layers
-        return others + with_costs(self.log.rows, self.made.solvers, layers=layers, examples=self.examples)
+        others, layers = (
+            [row for row in self.log.rows if row["kind"] != "train"],
+            self.made.settings.layers,
+        )
+        return others + with_costs(
+            self.log.rows, self.made.solvers, layers=layers, examples=self.examples
+        )
 
     def summary(self) -> Row:
         test, probes, last = self.log.of("test")[-1], self.log.of("probe"), self.rows[-1]
@@ -169,7 +186,9 @@ def with_costs(rows: Sequence[Row], solvers: Pair, *, layers: int, examples: int
             if adjoint.has_tolerance and probed:
                 adjoint = planning.with_effort(adjoint, len(probed))
             gradient, trials = _training_step(forward, adjoint, layers), row.get("trials", 0)
-            trial = _count(adjoint, layers)  # of a line search: a forward solve with the adjoint's iterations
+            trial = _count(
+                adjoint, layers
+            )  # of a line search: a forward solve with the adjoint's iterations
             work += float(examples * (gradient.work() + trials * trial.work()))
             depth += float(gradient.depth() + trials * trial.depth())
             found.append({**row, "work": work, "depth": depth})

@@ -24,7 +24,11 @@ from lp_jax.train._ranks import done_once
 
 T = TypeVar("T")
 
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # set by mpirun, mpiexec and srun
+_SIZES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)  # set by mpirun, mpiexec and srun
 _MEETING = 300.0  # seconds that processes have to find each other
 _PATIENCE = 3.0  # seconds that a process waits for the others to fail as well
 _GO = "go"  # the answer of process 0 when all have come
@@ -43,7 +47,9 @@ class Launch:
     size: int = 1  # number of processes
     agree: Callable[[int | None], int | None] = unchanged  # the signal that any process received
     broadcast: Callable[[PyTree], PyTree] = unchanged  # the first process's value
-    all_failed: Callable[[], bool] = lambda: True  # whether every process fails within a few seconds
+    all_failed: Callable[[], bool] = lambda: (
+        True
+    )  # whether every process fails within a few seconds
     abort: Callable[[int], object] = sys.exit  # ends the whole job with an exit code
 
     @property
@@ -120,12 +126,16 @@ def _distributed(options: argparse.Namespace) -> Launch:
     """Start ``jax.distributed``, and return this process of it."""
     address, process, number, count = options.coordinator, options.process, None, None
     if (address is None) != (process is None):
-        raise UsageError("--coordinator and --process belong together; under Slurm or Open MPI leave out both.")
+        raise UsageError(
+            "--coordinator and --process belong together; under Slurm or Open MPI leave out both."
+        )
     if address is not None:
         parts = re.fullmatch(r"(\d{1,10})/(\d{1,10})", process)
         number, count = map(int, parts.groups()) if parts else (0, 0)
         if not number < count < 2**31:
-            raise UsageError(f"--process takes I/N, this one of how many, like 0/2 and 1/2; got {process!r}.")
+            raise UsageError(
+                f"--process takes I/N, this one of how many, like 0/2 and 1/2; got {process!r}."
+            )
         _meet(address, number, count)
     sizes = mesh_sizes(options)
     # SIGTERM is ours: a training finishes its step and saves
@@ -134,7 +144,11 @@ def _distributed(options: argparse.Namespace) -> Launch:
     method = "mpi4py" if number is None and "OMPI_COMM_WORLD_RANK" in os.environ else None
     try:
         jax.distributed.initialize(
-            address, count, number, cluster_detection_method=method, coordinator_bind_address=address
+            address,
+            count,
+            number,
+            cluster_detection_method=method,
+            coordinator_bind_address=address,
         )
     except (ValueError, RuntimeError) as error:
         raise CommandError(
@@ -148,19 +162,31 @@ def _distributed(options: argparse.Namespace) -> Launch:
         return int(np.max(multihost_utils.process_allgather(np.int32(signal or 0)))) or None
 
     # leaving properly would wait for the other processes
-    return Launch(jax.process_index(), jax.process_count(), agree, _broadcast, _all_failed, os._exit)
+    return Launch(
+        jax.process_index(), jax.process_count(), agree, _broadcast, _all_failed, os._exit
+    )
 
 
 def _meet(address: str, number: int, count: int) -> None:
     """Wait for all processes at an address. Without it jax ends with a trace of its C++ where one does not come."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UsageError(f"--coordinator takes HOST:PORT, with a port from 1 to 65535; got {address!r}.")
-    show(f"process {number} of {count} waits for the others at {address}, for {_MEETING:g} s at most")
+        raise UsageError(
+            f"--coordinator takes HOST:PORT, with a port from 1 to 65535; got {address!r}."
+        )
+    show(
+        f"process {number} of {count} waits for the others at {address}, for {_MEETING:g} s at most"
+    )
     try:
-        family, *_, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        family, *_, where = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM
+        )[0]
         end = time.monotonic() + _MEETING
-        answer = _receive(family, where, count, end) if number == 0 else _come(where, f"{number}/{count}", end)
+        answer = (
+            _receive(family, where, count, end)
+            if number == 0
+            else _come(where, f"{number}/{count}", end)
+        )
     except (OSError, UnicodeError) as error:
         raise CommandError(f"--coordinator {address} cannot be used: {error}.") from None
     if answer != _GO:
@@ -185,7 +211,9 @@ def _receive(family: int, where: Any, count: int, end: float) -> str:
                     missing.remove(name)
                     come.append(other)
                 else:
-                    other.sendall(f"{name} is there already, or is none of {count} processes".encode())
+                    other.sendall(
+                        f"{name} is there already, or is none of {count} processes".encode()
+                    )
         for other in come:
             other.sendall(_GO.encode())
     return _GO
@@ -195,9 +223,14 @@ def _come(where: Any, name: str, end: float) -> str:
     """Return what process 0 answers."""
     while True:
         try:
-            with socket.create_connection(where[:2], timeout=max(0.1, end - time.monotonic())) as first:
+            with socket.create_connection(
+                where[:2], timeout=max(0.1, end - time.monotonic())
+            ) as first:
                 first.sendall(name.encode())
-                return first.recv(200).decode(errors="replace") or "process 0 has ended, or has begun without this one"
+                return (
+                    first.recv(200).decode(errors="replace")
+                    or "process 0 has ended, or has begun without this one"
+                )
         except OSError as error:
             if time.monotonic() > end:
                 return f"process 0 did not come ({error})"
@@ -207,11 +240,15 @@ def _come(where: Any, name: str, end: float) -> str:
 def _broadcast(outcome: tuple[Any, UserError | None]) -> tuple[Any, UserError | None]:
     """The first process's value and error, as JSON: what comes from another process is data, and runs nothing."""
     value, error = outcome
-    text = json.dumps([value, None if error is None else [isinstance(error, UsageError), str(error)]])
+    text = json.dumps(
+        [value, None if error is None else [isinstance(error, UsageError), str(error)]]
+    )
     words = np.frombuffer(text.encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(words))))
     padded = words if jax.process_index() == 0 else np.zeros(size, np.uint8)
-    value, error = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8).tobytes())
+    value, error = json.loads(
+        np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8).tobytes()
+    )
     return value, None if error is None else (UsageError if error[0] else CommandError)(error[1])
 
 
@@ -240,14 +277,20 @@ def mesh_sizes(options: argparse.Namespace) -> dict[str, int]:
         raise UsageError("--devices N is short for --mesh layers=N; give one of the two.")
     if options.mesh is None:
         return {} if options.devices is None else {"layers": options.devices}
-    if not re.fullmatch(r"(layers|data)=0*[1-9]\d*(,(?!\1)(layers|data)=0*[1-9]\d*)?", options.mesh):
-        raise UsageError(f"--mesh takes sizes of the axes layers and data, like layers=2,data=2; got {options.mesh!r}.")
+    if not re.fullmatch(
+        r"(layers|data)=0*[1-9]\d*(,(?!\1)(layers|data)=0*[1-9]\d*)?", options.mesh
+    ):
+        raise UsageError(
+            f"--mesh takes sizes of the axes layers and data, like layers=2,data=2; got {options.mesh!r}."
+        )
     return {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", options.mesh)}
 
 
 def set_cpu_devices(count: int) -> None:
     """Cut this machine's processor into devices, if JAX will run on it. Call this before the first use of JAX."""
-    check_memory(f"{count:,} devices", count * 2**17)  # a device of a CPU takes as much, with its thread
+    check_memory(
+        f"{count:,} devices", count * 2**17
+    )  # a device of a CPU takes as much, with its thread
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
 

@@ -35,7 +35,10 @@ class MenuParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, rest = self.parse_known_args(args, namespace)
         if rest:
-            self.error(unknown_option(rest, self._option_string_actions) or f"{rest[0]!r} is not an option.")
+            self.error(
+                unknown_option(rest, self._option_string_actions)
+                or f"{rest[0]!r} is not an option."
+            )
         return options
 
     def error(self, message: str) -> NoReturn:
@@ -54,11 +57,16 @@ def unknown_option(args: Iterable[str], options: Collection[str]) -> str | None:
     unknown = next((name for name in names if name.partition(".")[0] not in options), None)
     if unknown is None:
         return None
-    near = nearest(unknown.lstrip("-").replace("-", "_"), [option[2:] for option in options if option.startswith("--")])
+    near = nearest(
+        unknown.lstrip("-").replace("-", "_"),
+        [option[2:] for option in options if option.startswith("--")],
+    )
     return f"there is no option {unknown}" + (f"; did you mean --{near}?" if near else ".")
 
 
 def description(about: str, examples: Sequence[tuple[str, str]]) -> str:
     """Return the head of a help text: the purpose of the command, and example calls."""
     width = max((len(call) for call, _ in examples), default=0)
-    return "\n".join([about, "", "examples:", *(f"  {call:<{width}}  {what}" for call, what in examples)])
+    return "\n".join(
+        [about, "", "examples:", *(f"  {call:<{width}}  {what}" for call, what in examples)]
+    )

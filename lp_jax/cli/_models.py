@@ -70,18 +70,26 @@ class Task:
     batches: Callable[[int], Iterable[Batch]]  # training batches of an epoch
     steps_per_epoch: int  # number of batches of an epoch
     test_batches: list[Batch]  # the test set
-    shape: tuple[int, ...]  # shape of one input, without the batch: of an image, a point, or one time of a sequence
+    shape: tuple[
+        int, ...
+    ]  # shape of one input, without the batch: of an image, a point, or one time of a sequence
     outputs: int  # number of classes, or of values
     # from a model to its loss and parameters, and the same loss of outputs and targets
     loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = train.classification
     measure: Measure = train.cross_entropy
-    unscaled: Callable[[np.ndarray], np.ndarray] | None = None  # turns outputs into the units of the file, for values
+    unscaled: Callable[[np.ndarray], np.ndarray] | None = (
+        None  # turns outputs into the units of the file, for values
+    )
     about: str = ""  # a line on the data
     names: tuple[str, ...] = ()  # names of the classes; empty where they are numbers
     length: int = 0  # largest number of positions of a sequence; 0 for other inputs
-    sizes: tuple[int, ...] = ()  # number of values of each of the numbers that describe a token; empty for other inputs
+    sizes: tuple[
+        int, ...
+    ] = ()  # number of values of each of the numbers that describe a token; empty for other inputs
     causal: bool = False  # whether a position sees only itself and earlier ones
-    samples: Callable[[Predict], str] | None = None  # writes a few answers as text; None shows nothing
+    samples: Callable[[Predict], str] | None = (
+        None  # writes a few answers as text; None shows nothing
+    )
 
 
 def task_of(dataset: data.Dataset, training: Training) -> Task:
@@ -89,7 +97,10 @@ def task_of(dataset: data.Dataset, training: Training) -> Task:
     unscaled = None
     if not dataset.classes:
         scale = Scaler(dataset.train_y)
-        dataset, unscaled = dataset._replace(train_y=scale(dataset.train_y), test_y=scale(dataset.test_y)), scale.back
+        dataset, unscaled = (
+            dataset._replace(train_y=scale(dataset.train_y), test_y=scale(dataset.test_y)),
+            scale.back,
+        )
 
     def batches(epoch: int) -> Iterator[Batch]:
         for x, y in data.batches(dataset, training.batch_size, seed=training.seed, epoch=epoch):
@@ -99,7 +110,9 @@ def task_of(dataset: data.Dataset, training: Training) -> Task:
     return Task(
         batches=batches,
         steps_per_epoch=steps_per_epoch(len(dataset.train_y), training),
-        test_batches=[(_scaled(jax.tree.map(itemgetter(i), dataset.test_x)), dataset.test_y[i]) for i in cuts],
+        test_batches=[
+            (_scaled(jax.tree.map(itemgetter(i), dataset.test_x)), dataset.test_y[i]) for i in cuts
+        ],
         shape=dataset.shape,
         outputs=dataset.classes or dataset.train_y.shape[-1],
         loss=train.classification if dataset.classes else train.regression,
@@ -111,7 +124,9 @@ def task_of(dataset: data.Dataset, training: Training) -> Task:
 
 def steps_per_epoch(examples: int, training: Training) -> int:
     if examples < training.batch_size:
-        raise ValueError(f"--batch_size {training.batch_size} is more than the {examples} training examples.")
+        raise ValueError(
+            f"--batch_size {training.batch_size} is more than the {examples} training examples."
+        )
     return examples // training.batch_size
 
 
@@ -155,7 +170,9 @@ class Model(abc.ABC):
         return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
 
     @abc.abstractmethod
-    def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
+    def build(
+        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
+    ) -> nn.Classifier:
         """Return the network for a task; ``solve`` are ``solver``, ``adjoint_solver`` and ``comm`` of the layers."""
 
 
@@ -163,10 +180,18 @@ class Model(abc.ABC):
 class Dense(Model):
     """Dense residual layers."""
 
-    def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
+    def build(
+        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
+    ) -> nn.Classifier:
         return nn.Classifier(
             nn.DenseOpening(task.shape, self.width, rngs=rngs),
-            nn.LayerParallel(lambda rngs: nn.DenseResidual(self.width, rngs=rngs), layers, t1=t1, rngs=rngs, **solve),
+            nn.LayerParallel(
+                lambda rngs: nn.DenseResidual(self.width, rngs=rngs),
+                layers,
+                t1=t1,
+                rngs=rngs,
+                **solve,
+            ),
             nn.DenseClosing((self.width,), task.outputs, rngs=rngs),
         )
 
@@ -181,7 +206,9 @@ class Conv(Model):
 
     stride: int = 1
 
-    def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
+    def build(
+        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
+    ) -> nn.Classifier:
         if len(task.shape) < 2:
             wanted = "inputs of shape (..., height, width, channels)"
             raise UsageError(f"--model conv needs {wanted}; these have shape {task.shape}.")
@@ -192,7 +219,11 @@ class Conv(Model):
         return nn.Classifier(
             nn.ConvTransition(inputs, width, kernel=kernel, factor=self.stride, rngs=rngs),
             nn.LayerParallel(
-                lambda rngs: nn.ConvResidual(width, kernel=kernel, rngs=rngs), layers, t1=t1, rngs=rngs, **solve
+                lambda rngs: nn.ConvResidual(width, kernel=kernel, rngs=rngs),
+                layers,
+                t1=t1,
+                rngs=rngs,
+                **solve,
             ),
             closing(state, task.outputs, rngs=rngs),
         )
@@ -212,12 +243,19 @@ class Transformer(Model):
     buffers: int = 0
     dropout: float = 0.0
 
-    def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
+    def build(
+        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
+    ) -> nn.Classifier:
         depth = layers + 2 * self.buffers
 
         def make(rngs: nnx.Rngs) -> nnx.Module:
             return nn.EncoderLayer(
-                self.width, self.heads, causal=task.causal, dropout=self.dropout, depth=depth, rngs=rngs
+                self.width,
+                self.heads,
+                causal=task.causal,
+                dropout=self.dropout,
+                depth=depth,
+                rngs=rngs,
             )
 
         def buffer() -> nn.LayerParallel:
@@ -245,8 +283,12 @@ class GRU(Model):
     solvers: ClassVar[Pair] = (CYCLES, CYCLES)
     layer_name: ClassVar[str] = "steps"
 
-    def build(self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any) -> nn.Classifier:
-        gru = nn.GRU(task.shape[-1], self.width, units=self.units, dt=t1 / layers, rngs=rngs, **solve)
+    def build(
+        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
+    ) -> nn.Classifier:
+        gru = nn.GRU(
+            task.shape[-1], self.width, units=self.units, dt=t1 / layers, rngs=rngs, **solve
+        )
         uppermost = nnx.Sequential(itemgetter(-1), nnx.Linear(self.width, task.outputs, rngs=rngs))
         return nn.Classifier(unchanged, gru, uppermost)
 

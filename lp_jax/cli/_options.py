@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import jax
-from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, get_loader, set_parsing_settings
+from jsonargparse import (
+    ActionConfigFile,
+    ArgumentParser,
+    DefaultHelpFormatter,
+    get_loader,
+    set_parsing_settings,
+)
 from jsonargparse.typing import PositiveFloat, PositiveInt, register_type
 
 import lp_jax
@@ -22,14 +28,36 @@ from lp_jax.cli._problems import Problem
 from lp_jax.planning import with_effort
 from lp_jax.planning._words import code
 
-set_parsing_settings(subclasses_enabled=["is_pure_dataclass"])  # a coarse step may be `Rediscretize` or a solver
+set_parsing_settings(
+    subclasses_enabled=["is_pure_dataclass"]
+)  # a coarse step may be `Rediscretize` or a solver
 register_type(jax.Array, float, float)  # a tolerance may be traced; here it is a number
 
-OF_THIS_CALL = ("config", "out", "resume", "skip_damaged", "debug", "mpi", "distributed", "coordinator", "process")
+OF_THIS_CALL = (
+    "config",
+    "out",
+    "resume",
+    "skip_damaged",
+    "debug",
+    "mpi",
+    "distributed",
+    "coordinator",
+    "process",
+)
 """Options of a call, not of a run: never taken from a folder."""
 
 _FIRST = {
-    *("config", "data", "name", "model", "layers", "width", "epochs", "batch_size", "learning_rate"),
+    *(
+        "config",
+        "data",
+        "name",
+        "model",
+        "layers",
+        "width",
+        "epochs",
+        "batch_size",
+        "learning_rate",
+    ),
     *("solver", "method", "devices", "mpi", "out", "resume", "workers", "error", "save"),
 }
 """Options of the short help."""
@@ -65,7 +93,11 @@ def spelled_out(args: Iterable[str]) -> Iterator[str]:
             yield from ("--solver", "Serial")
         else:
             name, equals, value = arg.partition("=")
-            yield (name.replace("-", "_").replace("__", "--", 1) if arg.startswith("--") else name) + equals + value
+            yield (
+                (name.replace("-", "_").replace("__", "--", 1) if arg.startswith("--") else name)
+                + equals
+                + value
+            )
 
 
 def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
@@ -79,14 +111,27 @@ def first_look(args: Sequence[str], command: str) -> argparse.Namespace:
     add_devices_and_output(parser, command.split()[-1])
     look = parser.parse_known_args(args)[0]
     in_file = {} if look.config is None else _options_in(Path(look.config))
-    found = {name: _class(in_file[name]) or in_file[name] for name in vars(look) if in_file.get(name)}
-    if wrong := [name for name, value in found.items() if getattr(look, name) is False and value is not True]:
+    found = {
+        name: _class(in_file[name]) or in_file[name] for name in vars(look) if in_file.get(name)
+    }
+    if wrong := [
+        name for name, value in found.items() if getattr(look, name) is False and value is not True
+    ]:
         raise UsageError(f"--config: {wrong[0]} must be true or false; got {found[wrong[0]]!r}.")
-    parser.set_defaults(**{name: value if value is True else str(value) for name, value in found.items()})
+    parser.set_defaults(
+        **{name: value if value is True else str(value) for name, value in found.items()}
+    )
     look = parser.parse_known_args(args)[0]
     words = [word for arg in args for word in arg.split("=", 1)]
-    pairs = [*itertools.pairwise(words), *((f"--{name}", value) for name, value in _leaves(in_file))]
-    look.named = {value for name, value in pairs if re.match("--(adjoint_)?solver", name) and isinstance(value, str)}
+    pairs = [
+        *itertools.pairwise(words),
+        *((f"--{name}", value) for name, value in _leaves(in_file)),
+    ]
+    look.named = {
+        value
+        for name, value in pairs
+        if re.match("--(adjoint_)?solver", name) and isinstance(value, str)
+    }
     return look
 
 
@@ -102,17 +147,23 @@ def _options_in(path: Path) -> dict[str, Any]:
     if not isinstance(stored, dict) or not all(isinstance(name, str) for name in stored):
         raise UsageError(f"--config: {path} must hold options by name, like layers: 8.")
     if count == _MOST:
-        raise UsageError(f"--config: {path} holds {_MOST:,} values or more; an alias counts as all that it stands for.")
+        raise UsageError(
+            f"--config: {path} holds {_MOST:,} values or more; an alias counts as all that it stands for."
+        )
     return stored
 
 
 def _leaves(tree: object, option: str = "") -> Iterator[tuple[str, object]]:
     """Yield the values in dictionaries and lists, each with its option: ``solver.coarse_step``."""
     if isinstance(tree, dict) and tree:
-        if not isinstance(tree.get("class_path", ""), str) or not isinstance(tree.get("init_args", {}), dict):
+        if not isinstance(tree.get("class_path", ""), str) or not isinstance(
+            tree.get("init_args", {}), dict
+        ):
             raise ValueError(f"{option}: class_path must be a name, init_args options by name")
         for name, value in tree.items():
-            inner = option if name in ("class_path", "init_args") else f"{option}.{name}".lstrip(".")
+            inner = (
+                option if name in ("class_path", "init_args") else f"{option}.{name}".lstrip(".")
+            )
             yield from _leaves(value, inner)
     elif isinstance(tree, list) and tree:
         for value in tree:
@@ -123,10 +174,19 @@ def _leaves(tree: object, option: str = "") -> Iterator[tuple[str, object]]:
 
 def add_devices_and_output(parser: argparse.ArgumentParser | ArgumentParser, problem: str) -> None:
     add = parser.add_argument_group("Devices").add_argument
-    add("--devices", type=PositiveInt, metavar="N", help="Number of devices that the layers are spread over.")
+    add(
+        "--devices",
+        type=PositiveInt,
+        metavar="N",
+        help="Number of devices that the layers are spread over.",
+    )
     about = "Sizes of the axes that layers and examples are spread over: layers=2,data=2."
     add("--mesh", type=str, metavar="AXES", help=about)
-    add("--mpi", action="store_true", help="MPI ranks hold the layers: mpirun -n 4 lp-jax train ... --mpi.")
+    add(
+        "--mpi",
+        action="store_true",
+        help="MPI ranks hold the layers: mpirun -n 4 lp-jax train ... --mpi.",
+    )
     about = "Processes of jax.distributed hold the layers: srun lp-jax train ... --distributed."
     add("--distributed", action="store_true", help=about)
     about = "Address of process 0; srun and mpirun set it by themselves."
@@ -135,8 +195,18 @@ def add_devices_and_output(parser: argparse.ArgumentParser | ArgumentParser, pro
     add("--process", type=str, metavar="I/N", help=about)
     add("--debug", action="store_true", help="Show the traceback of an error instead of one line.")
     add = parser.add_argument_group("Output").add_argument
-    add("--out", type=Path, metavar="FOLDER", default=Path("runs", problem), help="Folder for all results.")
-    add("--resume", action="store_true", help="Continue the run in --out. Options that are left out keep their values.")
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        default=Path("runs", problem),
+        help="Folder for all results.",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="Continue the run in --out. Options that are left out keep their values.",
+    )
     add("--skip_damaged", action="store_true", help="With --resume: leave out damaged checkpoints.")
 
 
@@ -155,7 +225,12 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
     about = "Number of iterations of the adjoint solver, without a tolerance."
     add("--adjoint_iterations", type=PositiveInt, metavar="N", help=about)
     about = "Keep the gradient's error below this part of its mini-batch noise, by changing the tolerances. Try 0.1. "
-    add("--controller", type=PositiveFloat, metavar="BOUND", help=about + "Needs solvers with a tolerance.")
+    add(
+        "--controller",
+        type=PositiveFloat,
+        metavar="BOUND",
+        help=about + "Needs solvers with a tolerance.",
+    )
     add = parser.add_argument_group("Method").add_argument
     about = (
         "How to train. direct takes a step for each batch. one-shot takes all examples in each step, one step an epoch; each "
@@ -167,15 +242,29 @@ def add_training(parser: ArgumentParser, model: Model, problem: str) -> None:
     add("--depths", type=list[PositiveInt] | None, metavar="[N, ...]", help=about)
     add_devices_and_output(parser, problem)
     add = parser.add_argument_group("Watching").add_argument
-    add("--checkpoint_every", type=PositiveInt, metavar="N", default=200, help="Number of steps between checkpoints.")
+    add(
+        "--checkpoint_every",
+        type=PositiveInt,
+        metavar="N",
+        default=200,
+        help="Number of steps between checkpoints.",
+    )
     about = "Number of steps between gradient probes. Default: 6 probes in a run."
     add("--probe_every", type=PositiveInt, metavar="N", help=about)
-    add("--log_every", type=PositiveInt, metavar="N", default=10, help="Number of steps between fetching metrics.")
+    add(
+        "--log_every",
+        type=PositiveInt,
+        metavar="N",
+        default=10,
+        help="Number of steps between fetching metrics.",
+    )
     add("--no_compare", action="store_true", help="Train no exact baseline for comparison.")
     add("--no_pictures", action="store_true", help="Draw no pictures.")
 
 
-def parser_of(command: str, problem: Problem, kind: str, about: str, unused: Collection[str] = ()) -> ArgumentParser:
+def parser_of(
+    command: str, problem: Problem, kind: str, about: str, unused: Collection[str] = ()
+) -> ArgumentParser:
     """Return the parser of a command on a problem, with the options of data, model and training but the unused ones."""
     model = problem.models[kind]
     parser = ArgumentParser(
@@ -187,17 +276,30 @@ def parser_of(command: str, problem: Problem, kind: str, about: str, unused: Col
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("-h", "--help", action=_ShortHelp, nargs=0, help="Show the options that most runs take.")
+    parser.add_argument(
+        "-h", "--help", action=_ShortHelp, nargs=0, help="Show the options that most runs take."
+    )
     parser.add_argument("--help_all", action="help", help="Show all options.")
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML or JSON file of options, by name.")
+    parser.add_argument(
+        "--config", action=ActionConfigFile, help="YAML or JSON file of options, by name."
+    )
     add = parser.add_argument_group("Data and model").add_argument
     for name, text in problem.sources.items():
         add(f"--{name}", type=Path if name == "data" else str, metavar=name.upper(), help=text)
     kinds = "; ".join(f"{name}: {one.about()}" for name, one in problem.models.items())
-    add("--model", choices=list(problem.models), default=kind, help=f"The model. Its options are those below. {kinds}.")
+    add(
+        "--model",
+        choices=list(problem.models),
+        default=kind,
+        help=f"The model. Its options are those below. {kinds}.",
+    )
     parser.add_class_arguments(type(model), None)
     parser.add_class_arguments(Training, None, skip=set(unused))
-    training = {name: value for name, value in dataclasses.asdict(problem.training).items() if name not in unused}
+    training = {
+        name: value
+        for name, value in dataclasses.asdict(problem.training).items()
+        if name not in unused
+    }
     parser.set_defaults(**dataclasses.asdict(model), **training)
     return parser
 
@@ -224,10 +326,16 @@ def parse(
 
 def solvers(options: argparse.Namespace, model: Model) -> Pair:
     """Return the forward and the adjoint solver of the options."""
-    solver, adjoint_solver, iterations = options.solver, options.adjoint_solver, options.adjoint_iterations
+    solver, adjoint_solver, iterations = (
+        options.solver,
+        options.adjoint_solver,
+        options.adjoint_iterations,
+    )
     if solver == "auto":
         if adjoint_solver is not None or iterations is not None:
-            raise UsageError("--solver auto chooses the adjoint solver, too; leave out --adjoint_... options.")
+            raise UsageError(
+                "--solver auto chooses the adjoint solver, too; leave out --adjoint_... options."
+            )
         return model.solvers
     forward, adjoint = model.solvers if solver is None else (solver, solver.for_adjoint())
     if solver is None and options.method == "one-shot":
@@ -268,21 +376,28 @@ def _reason(error: BaseException) -> str:
     return f"{cause}. It is {classes}, then its options, like --solver.levels 3; --solver.help CLASS lists them."
 
 
-def overridden(stored: Mapping[str, Any], look: argparse.Namespace, sources: Collection[str]) -> dict[str, Any]:
+def overridden(
+    stored: Mapping[str, Any], look: argparse.Namespace, sources: Collection[str]
+) -> dict[str, Any]:
     """Return stored options without those of one call, and those that the command line replaces as a whole.
 
     A run folder is data: whoever wrote it must not choose what is imported. Options that name anything but classes of lp_jax
     and what this command line names are refused.
     """
     void = set(OF_THIS_CALL)
-    if look.solver not in (None, _class(stored.get("solver"))):  # another class does not inherit fields
+    if look.solver not in (
+        None,
+        _class(stored.get("solver")),
+    ):  # another class does not inherit fields
         void |= {"solver", "adjoint_solver", "adjoint_iterations"}
     if look.adjoint_solver not in (None, _class(stored.get("adjoint_solver"))):
         void |= {"adjoint_solver", "adjoint_iterations"}
     if look.devices or look.mesh or look.mpi or look.distributed:
         void |= {"devices", "mesh"}
     kept = {name: value for name, value in stored.items() if name not in void}
-    for option, value in _leaves({name: value for name, value in kept.items() if name not in sources}):
+    for option, value in _leaves(
+        {name: value for name, value in kept.items() if name not in sources}
+    ):
         if not isinstance(value, str) or value in look.named or re.fullmatch(r"[\w=,+-]*", value):
             continue
         if not isinstance(getattr(lp_jax, value.removeprefix("lp_jax."), None), type):

@@ -39,18 +39,31 @@ def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | N
     kind = problem.kind(first_look(args, f"lp-jax plan {name}").model)
     about = description(
         "Recommend a solver for this network, and predict its time. Nothing is trained.",
-        [(f"lp-jax plan {name} --workers 8 --save machine.json", "for eight such machines; keep what was measured")],
+        [
+            (
+                f"lp-jax plan {name} --workers 8 --save machine.json",
+                "for eight such machines; keep what was measured",
+            )
+        ],
     )
     parser = parser_of(f"lp-jax plan {name}", problem, kind, about, ("epochs", "learning_rate"))
     add = _add_plan(parser).add_argument
     add("--machine", type=Path, metavar="FILE", help="Machine file, to read instead of measuring.")
     add("--save", type=Path, metavar="FILE", help="File to store the measurements in.")
-    add("--seconds", type=PositiveFloat, metavar="X", default=10.0, help="Seconds to time layers and probe gradients.")
+    add(
+        "--seconds",
+        type=PositiveFloat,
+        metavar="X",
+        default=10.0,
+        help="Seconds to time layers and probe gradients.",
+    )
     options, _ = parse(parser, problem, args, {})
     machine = None if options.machine is None else planning.Machine.load(options.machine)
     settings, task = prepare(name, vars(options))
     if not 1 <= options.workers <= settings.layers:
-        raise UsageError(f"--workers must be from 1 to the {settings.layers} layers; got {options.workers}.")
+        raise UsageError(
+            f"--workers must be from 1 to the {settings.layers} layers; got {options.workers}."
+        )
     print(described(settings, task), file=sys.stderr)
     limits = {"error": options.error, "seconds": options.seconds}
     plan = make_plan(settings, task, machine=machine, workers=options.workers, **limits)
@@ -60,32 +73,51 @@ def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | N
 
 
 def _of_machine(args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
-    about = (
-        "Predict times from a machine file, which lp-jax plan PROBLEM --save FILE writes. Gradient errors stay unknown."
-    )
+    about = "Predict times from a machine file, which lp-jax plan PROBLEM --save FILE writes. Gradient errors stay unknown."
     parser = MenuParser(prog="lp-jax plan machine", description=about, allow_abbrev=False)
     parser.add_argument("file", type=Path, help="Machine file.")
-    parser.add_argument("--layers", type=PositiveInt, metavar="N", required=True, help="Number of layers.")
+    parser.add_argument(
+        "--layers", type=PositiveInt, metavar="N", required=True, help="Number of layers."
+    )
     _add_plan(parser)
     options = parser.parse_args(list(spelled_out(args)))
     machine = planning.Machine.load(options.file)
     try:
-        plan = planning.choose(options.layers, machine, workers=options.workers, error=options.error)
+        plan = planning.choose(
+            options.layers, machine, workers=options.workers, error=options.error
+        )
     except ValueError as error:
         raise UsageError(f"--{error}") from None
     return plan, options.out
 
 
 def make_plan(
-    settings: Settings, task: Task, *, machine: planning.Machine | None = None, workers: int = 1, **limits: float
+    settings: Settings,
+    task: Task,
+    *,
+    machine: planning.Machine | None = None,
+    workers: int = 1,
+    **limits: float,
 ) -> planning.Plan:
     """Plan a network with its initial parameters, on its first batch; ``limits`` are ``error`` and ``seconds``."""
     from lp_jax import train
 
     made = experiment(settings, task)
-    comm = mesh_comm({"layers": workers}) if machine is None and jax.device_count() >= workers > 1 else None
-    with Console(stderr=True).status("measuring layers, and the gradients of solvers that would be faster"):
-        given: dict[str, Any] = {"loss": task.measure, "workers": workers, "machine": machine, "comm": comm, **limits}
+    comm = (
+        mesh_comm({"layers": workers})
+        if machine is None and jax.device_count() >= workers > 1
+        else None
+    )
+    with Console(stderr=True).status(
+        "measuring layers, and the gradients of solvers that would be faster"
+    ):
+        given: dict[str, Any] = {
+            "loss": task.measure,
+            "workers": workers,
+            "machine": machine,
+            "comm": comm,
+            **limits,
+        }
         plan = train.plan(made.model, made.params, next(made.batches(0)), **given)
     if machine is None:
         name = f"{jax.devices()[0].device_kind} ({platform.machine()}), {settings.problem}, {settings.kind}"
@@ -94,9 +126,18 @@ def make_plan(
 
 
 def _add_plan(parser: argparse.ArgumentParser | ArgumentParser) -> argparse._ArgumentGroup:
-    group, about = parser.add_argument_group("Plan"), "Number of devices that the layers are spread over."
+    group, about = (
+        parser.add_argument_group("Plan"),
+        "Number of devices that the layers are spread over.",
+    )
     add = group.add_argument
     add("--workers", type=PositiveInt, metavar="N", default=1, help=about)
-    add("--error", type=PositiveFloat, metavar="X", default=1e-2, help="Largest relative error of the gradient.")
+    add(
+        "--error",
+        type=PositiveFloat,
+        metavar="X",
+        default=1e-2,
+        help="Largest relative error of the gradient.",
+    )
     add("--out", type=Path, metavar="FOLDER", help="Folder for plan.png.")
     return group

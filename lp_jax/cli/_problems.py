@@ -10,7 +10,18 @@ import numpy as np
 
 from lp_jax import data as datasets
 from lp_jax.cli._errors import UsageError
-from lp_jax.cli._models import GRU, Conv, Dense, Model, Predict, Task, Training, Transformer, steps_per_epoch, task_of
+from lp_jax.cli._models import (
+    GRU,
+    Conv,
+    Dense,
+    Model,
+    Predict,
+    Task,
+    Training,
+    Transformer,
+    steps_per_epoch,
+    task_of,
+)
 from lp_jax.data import contrib
 from lp_jax.data._batches import padded
 from lp_jax.data._dataset import Scaler
@@ -21,7 +32,11 @@ T = TypeVar("T")
 
 _LENGTHS = (16, 32, 64, 144)  # of sentences
 _SENTENCES, _WORDS = 5, range(5, 21)  # how many are shown, and how long
-_PROMPT, _WRITTEN, _TEMPERATURE = 32, 200, 0.7  # characters of the text that is continued, of the continuation
+_PROMPT, _WRITTEN, _TEMPERATURE = (
+    32,
+    200,
+    0.7,
+)  # characters of the text that is continued, of the continuation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,9 +44,13 @@ class Problem:
     """A problem of the command line; `lp_jax.cli._menu.PROBLEMS` has its help."""
 
     load: Callable[..., Task]  # ``load(training, **sources)`` reads the data
-    models: Mapping[str, Model]  # models with their default settings, by name; the first one is the default
+    models: Mapping[
+        str, Model
+    ]  # models with their default settings, by name; the first one is the default
     training: Training = Training()
-    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)  # help of options for data; "data" is a path
+    sources: Mapping[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # help of options for data; "data" is a path
     examples: tuple[tuple[str, str], ...]  # (call, what it does), for the help
 
     def kind(self, name: str | None) -> str:
@@ -69,9 +88,13 @@ def gum(training: Training, data: Path) -> Task:
     tagging = datasets.gum(data, max_length=_LENGTHS[-1])
 
     def batches(epoch: int) -> Iterator[Batch]:
-        return datasets.bucketed(tagging.train, training.batch_size, lengths=_LENGTHS, seed=training.seed, epoch=epoch)
+        return datasets.bucketed(
+            tagging.train, training.batch_size, lengths=_LENGTHS, seed=training.seed, epoch=epoch
+        )
 
-    test = datasets.bucketed(tagging.test, len(tagging.test.x), lengths=_LENGTHS[-1:], seed=0, epoch=0, drop_last=False)
+    test = datasets.bucketed(
+        tagging.test, len(tagging.test.x), lengths=_LENGTHS[-1:], seed=0, epoch=0, drop_last=False
+    )
     return Task(
         batches=batches,
         steps_per_epoch=steps_per_epoch(len(tagging.train.x), training),
@@ -91,10 +114,19 @@ def tag_samples(tagging: Tagging, predict: Predict) -> str:
     shown = fit[:: -(-len(fit) // _SENTENCES)]
     answers = predict(padded([tagging.test.x[i] for i in shown], _LENGTHS[-1])).argmax(axis=-1)
     lines = [
-        " ".join(map(functools.partial(tagged, tagging.tags), tagging.test_words[i], row, tagging.test.y[i]))
+        " ".join(
+            map(
+                functools.partial(tagged, tagging.tags),
+                tagging.test_words[i],
+                row,
+                tagging.test.y[i],
+            )
+        )
         for i, row in zip(shown, answers, strict=True)
     ]
-    return "\n\n".join(["Test sentences as word/TAG; after a wrong tag, the right one in brackets:", *lines])
+    return "\n\n".join(
+        ["Test sentences as word/TAG; after a wrong tag, the right one in brackets:", *lines]
+    )
 
 
 def tagged(tags: Sequence[str], word: str, answer: int, right: int) -> str:
@@ -107,7 +139,9 @@ def text(training: Training, data: Path) -> Task:
     """Return the task of a text: windows of it; the label of a position is the next character."""
     dataset = datasets.characters(data)
     samples, sizes = functools.partial(written, dataset, training.seed), (dataset.classes,)
-    task = dataclasses.replace(task_of(dataset, training), shape=(), length=dataset.shape[0], sizes=sizes)
+    task = dataclasses.replace(
+        task_of(dataset, training), shape=(), length=dataset.shape[0], sizes=sizes
+    )
     return dataclasses.replace(task, causal=True, samples=samples)
 
 
@@ -123,19 +157,33 @@ def written(dataset: datasets.Dataset, seed: int, predict: Predict) -> str:
         logits[0] = -np.inf  # padding
         chances = np.exp(logits - logits.max(), dtype=np.float64)
         numbers.append(int(random.choice(len(chances), p=chances / chances.sum())))
-    spelled = ["\N{REPLACEMENT CHARACTER}" if number == 1 else dataset.names[number] for number in numbers]
-    prompted, continued = ("".join(part) for part in (spelled[: len(prompt)], spelled[len(prompt) :]))
-    return f"The model goes on after the bar (temperature {_TEMPERATURE}):\n\n{prompted}|{continued}"
+    spelled = [
+        "\N{REPLACEMENT CHARACTER}" if number == 1 else dataset.names[number] for number in numbers
+    ]
+    prompted, continued = (
+        "".join(part) for part in (spelled[: len(prompt)], spelled[len(prompt) :])
+    )
+    return (
+        f"The model goes on after the bar (temperature {_TEMPERATURE}):\n\n{prompted}|{continued}"
+    )
 
 
 PROBLEMS = {
     "arrays": Problem(
         load=arrays,
         models={"dense": Dense(width=64), "conv": Conv(width=8)},
-        sources={"data": 'File of numpy.savez("mine.npz", x=x, y=y): inputs (samples, ...), a class or values each.'},
+        sources={
+            "data": 'File of numpy.savez("mine.npz", x=x, y=y): inputs (samples, ...), a class or values each.'
+        },
         examples=(
-            ("lp-jax train arrays --data mine.npz", "any inputs, flattened and scaled; a fifth is held out"),
-            ("lp-jax train arrays --data mine.npz --model conv", "images (samples, height, width, channels)"),
+            (
+                "lp-jax train arrays --data mine.npz",
+                "any inputs, flattened and scaled; a fifth is held out",
+            ),
+            (
+                "lp-jax train arrays --data mine.npz --model conv",
+                "images (samples, height, width, channels)",
+            ),
         ),
     ),
     "digits": Problem(
@@ -144,9 +192,18 @@ PROBLEMS = {
         examples=(
             ("lp-jax train digits", "layer-parallel, then serially to compare"),
             ("lp-jax train digits --model conv --layers 32 --epochs 10", "a convolutional network"),
-            ("lp-jax train digits --solver MGRIT --solver.levels 3 --solver.cycle F", "multigrid, three levels"),
-            ("lp-jax train digits --solver MGRIT --solver.coarse_step Rediscretize", "the usual coarse step"),
-            ("lp-jax train digits --solver mymodule.MySolver", "a solver of your own, a subclass of lp_jax.Solver"),
+            (
+                "lp-jax train digits --solver MGRIT --solver.levels 3 --solver.cycle F",
+                "multigrid, three levels",
+            ),
+            (
+                "lp-jax train digits --solver MGRIT --solver.coarse_step Rediscretize",
+                "the usual coarse step",
+            ),
+            (
+                "lp-jax train digits --solver mymodule.MySolver",
+                "a solver of your own, a subclass of lp_jax.Solver",
+            ),
             ("lp-jax train digits --solver.help MGRIT", "the options of a solver"),
             ("lp-jax train digits --devices 4", "the layers over four devices"),
             ("lp-jax train digits --mesh layers=2,data=2", "layers and examples over four devices"),
@@ -158,7 +215,9 @@ PROBLEMS = {
         load=gum,
         models={"transformer": Transformer(width=64, t1=4.0)},
         training=Training(epochs=5, batch_size=32, learning_rate=1e-3),
-        sources={"data": "Folder of CoNLL-U files ...-train.conllu, ...-dev.conllu, ...-test.conllu, plain or .gz."},
+        sources={
+            "data": "Folder of CoNLL-U files ...-train.conllu, ...-dev.conllu, ...-test.conllu, plain or .gz."
+        },
         examples=(("lp-jax train gum --data ~/gum", "an encoder of 64 layers"),),
     ),
     "mnist": Problem(
@@ -176,7 +235,9 @@ PROBLEMS = {
         load=lambda training, data: task_of(contrib.modelnet(data), training),
         models={"conv": Conv(width=4, stride=2)},
         training=Training(epochs=3, batch_size=16),
-        sources={"data": "Folder of CLASS/train/*.off and CLASS/test/*.off, or voxels_train.npz and voxels_test.npz."},
+        sources={
+            "data": "Folder of CLASS/train/*.off and CLASS/test/*.off, or voxels_train.npz and voxels_test.npz."
+        },
         examples=(("lp-jax train modelnet --data ~/ModelNet10", "three-dimensional convolutions"),),
     ),
     "peaks": Problem(
@@ -190,7 +251,9 @@ PROBLEMS = {
         models={"transformer": Transformer(layers=16, width=64, t1=None)},
         training=Training(epochs=5, batch_size=32, learning_rate=1e-3),
         sources={"data": "A text file, or a treebank (.conllu)."},
-        examples=(("lp-jax train text --data book.txt --buffers 2", "two serial layers at either end"),),
+        examples=(
+            ("lp-jax train text --data book.txt --buffers 2", "two serial layers at either end"),
+        ),
     ),
     "timeseries": Problem(
         load=timeseries,
@@ -202,7 +265,10 @@ PROBLEMS = {
         },
         examples=(
             ("lp-jax train timeseries --data ~/ucr --name BasicMotions", "six channels, 100 steps"),
-            ("lp-jax train timeseries --data ~/ucr --name JapaneseVowels --epochs 30", "series of different lengths"),
+            (
+                "lp-jax train timeseries --data ~/ucr --name JapaneseVowels --epochs 30",
+                "series of different lengths",
+            ),
         ),
     ),
 }
@@ -237,11 +303,15 @@ def prepare(name: str, options: Mapping[str, Any]) -> tuple[Settings, Task]:
     """Return the settings and the task of the options, with its data."""
     problem = PROBLEMS[name]
     model, training = model_and_training(problem, options)
-    sources = {key: Path(options[key]) if key == "data" else options[key] for key in problem.sources}
+    sources = {
+        key: Path(options[key]) if key == "data" else options[key] for key in problem.sources
+    }
     task = problem.load(training, **sources)
     layers = model.layers or task.length
     if layers == 0:
-        raise UsageError(f"--layers must be a number; got null, and the inputs of {name} are no sequences.")
+        raise UsageError(
+            f"--layers must be a number; got null, and the inputs of {name} are no sequences."
+        )
     kind, t1 = problem.kind(options.get("model")), model.t1 or float(layers)
     return Settings(name, kind, model, training, sources, layers, t1), task
 
@@ -254,6 +324,8 @@ def model_and_training(problem: Problem, options: Mapping[str, Any]) -> tuple[Mo
         return dataclasses.replace(settings, **chosen)  # type: ignore[type-var]
 
     try:
-        return updated(problem.models[problem.kind(options.get("model"))]), updated(problem.training)
+        return updated(problem.models[problem.kind(options.get("model"))]), updated(
+            problem.training
+        )
     except (TypeError, ValueError) as error:
         raise UsageError(f"--{error}") from None

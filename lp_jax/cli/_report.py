@@ -36,7 +36,9 @@ ITERATIONS, MOST_ITERATIONS = 3, 8  # smallest and largest number of iterations 
 def new_run(folder: Path) -> bool:
     """Make sure that a new run can write into the folder. Return whether the folder was made here."""
     if (folder / CONFIG).exists():
-        raise CommandError(f"{folder} holds a run already; add --resume to go on with it, or choose another --out.")
+        raise CommandError(
+            f"{folder} holds a run already; add --resume to go on with it, or choose another --out."
+        )
     made = not folder.exists()
     make_writable(folder)
     if any(path.name != LOCK for path in folder.iterdir()):
@@ -63,9 +65,13 @@ def locked(folder: Path, say: Callable[[str], object]) -> Iterator[None]:
         file.seek(0)
         owner = file.read().strip()
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system frees it when the process ends
+            fcntl.flock(
+                file, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # the system frees it when the process ends
         except OSError:
-            raise CommandError(f"{folder} is in use by {owner}; wait for it to end, or choose another --out.") from None
+            raise CommandError(
+                f"{folder} is in use by {owner}; wait for it to end, or choose another --out."
+            ) from None
         if owner:
             say(f"{owner}, which used {folder}, is gone; its lock is taken over")
         file.truncate(0)
@@ -85,13 +91,20 @@ def stored_run(folder: Path, problem: str) -> dict[str, Any]:
     make_writable(folder)
     try:
         stored = json.loads(config.read_text(encoding="utf-8"))
-        run = {name: stored[name] for name in ("problem", "options", "fingerprint", "solver", "adjoint_solver")}
+        run = {
+            name: stored[name]
+            for name in ("problem", "options", "fingerprint", "solver", "adjoint_solver")
+        }
         if not isinstance(run["options"], dict) or not isinstance(run["fingerprint"]["model"], str):
             raise TypeError
     except (ValueError, TypeError, KeyError, OSError, RecursionError):
-        raise CommandError(f"{config} is not the configuration of a run; it cannot be resumed.") from None
+        raise CommandError(
+            f"{config} is not the configuration of a run; it cannot be resumed."
+        ) from None
     if run["problem"] != problem:
-        raise CommandError(f"{folder} holds a run on {run['problem']}, not {problem}; choose another --out.")
+        raise CommandError(
+            f"{folder} holds a run on {run['problem']}, not {problem}; choose another --out."
+        )
     return run
 
 
@@ -109,7 +122,9 @@ def make_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise CommandError(f"cannot write to {folder}: {error.strerror}; choose another --out.") from None
+        raise CommandError(
+            f"cannot write to {folder}: {error.strerror}; choose another --out."
+        ) from None
 
 
 def plain_console(**options: Any) -> Console:
@@ -118,7 +133,9 @@ def plain_console(**options: Any) -> Console:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    result = Table(title="Test set; the network evaluated exactly", title_justify="left", title_style="")
+    result = Table(
+        title="Test set; the network evaluated exactly", title_justify="left", title_style=""
+    )
     result.add_column("")
     for run in runs:
         result.add_column(run.name, justify="right")
@@ -146,7 +163,9 @@ def table(runs: Sequence[Run]) -> Table:
 def _gradient_error(summary: Mapping[str, Any]) -> str:
     if "gradient_error" not in summary:
         return "exact"
-    step, error, cosine = (summary[name] for name in ("gradient_error_step", "gradient_error", "gradient_cosine"))
+    step, error, cosine = (
+        summary[name] for name in ("gradient_error_step", "gradient_error", "gradient_cosine")
+    )
     when = "" if step == summary["steps"] else f" at step {step}"
     shown = "not finite" if error is None else f"{error:.1e}"  # None in a log
     return f"{shown}{when} (cosine {'not finite' if cosine is None else f'{cosine:.4f}'})"
@@ -179,17 +198,30 @@ def gradient_errors(made: Experiment, params: PyTree) -> "Figure":
     from lp_jax import viz
     from lp_jax.viz._hierarchy import variants
 
-    (*_, batch), (solver, adjoint_solver) = made.batches(made.settings.training.epochs - 1), made.solvers
+    (*_, batch), (solver, adjoint_solver) = (
+        made.batches(made.settings.training.epochs - 1),
+        made.solvers,
+    )
     setting = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)  # compile quickly: each program here runs once
+    jax.config.update(
+        "jax_disable_most_optimizations", True
+    )  # compile quickly: each program here runs once
     try:
-        solves = train.residuals(made.model, params, batch, solver, adjoint_solver, loss=made.task.measure)
+        solves = train.residuals(
+            made.model, params, batch, solver, adjoint_solver, loss=made.task.measure
+        )
         taken = int(solves.forward.iterations), int(solves.adjoint.iterations)
         adjoints = variants(adjoint_solver)
-        pairs = {name: (variant, adjoints.get(name, adjoint_solver)) for name, variant in variants(solver).items()}
+        pairs = {
+            name: (variant, adjoints.get(name, adjoint_solver))
+            for name, variant in variants(solver).items()
+        }
         most = ITERATIONS if len(pairs) > 1 else min(max(*taken, ITERATIONS), MOST_ITERATIONS)
         choices = {
-            name: [made.gradient_error(params, batch, *(with_effort(s, n) for s in pair)) for n in range(1, most + 1)]
+            name: [
+                made.gradient_error(params, batch, *(with_effort(s, n) for s in pair))
+                for n in range(1, most + 1)
+            ]
             for name, pair in pairs.items()
         }
         own = made.gradient_error(params, batch, solver, adjoint_solver)
@@ -197,7 +229,11 @@ def gradient_errors(made: Experiment, params: PyTree) -> "Figure":
         jax.config.update("jax_disable_most_optimizations", setting)
     return viz.gradient_errors(
         choices,
-        run=(f"this run, {type(solver).__name__}:\n{taken[0]} forward, {taken[1]} adjoint", taken[0], own),
+        run=(
+            f"this run, {type(solver).__name__}:\n{taken[0]} forward, {taken[1]} adjoint",
+            taken[0],
+            own,
+        ),
         iteration=iteration_name(solver),
         choice="coarse step" if len(choices) > 1 else "solver",
     )
@@ -216,7 +252,9 @@ def pictures(runs: Sequence[Run], errors: "Figure | None") -> "dict[str, Figure]
     }
     if first.log.of("probe"):
         names = code(solver), code(adjoint)
-        figures["residuals.png"] = viz.residuals(first.log.rows, iteration=iteration_name(solver), solvers=names)
+        figures["residuals.png"] = viz.residuals(
+            first.log.rows, iteration=iteration_name(solver), solvers=names
+        )
     return figures if errors is None else figures | {"gradient_error.png": errors}
 
 
@@ -230,7 +268,9 @@ def show(runs: Sequence[Run], options: argparse.Namespace, console: Console, is_
     if not options.no_pictures:
         figures = _answers(made, params)
         if not made.exact:
-            with console.status("for a picture, other solvers are compiled and their gradients measured"):
+            with console.status(
+                "for a picture, other solvers are compiled and their gradients measured"
+            ):
                 errors = gradient_errors(made, params)
     if not is_root:
         return

@@ -44,16 +44,24 @@ def run(name: str, args: Sequence[str]) -> None:
         problem, folder = PROBLEMS[name], look.out
         console = report.plain_console(stderr=True, quiet=not processes.is_root)
         earlier = processes.once(lambda: report.stored_run(folder, name)) if look.resume else None
-        stored = {} if earlier is None else _options.overridden(earlier["options"], look, problem.sources)
+        stored = (
+            {}
+            if earlier is None
+            else _options.overridden(earlier["options"], look, problem.sources)
+        )
         kind = problem.kind(look.model or stored.get("model"))
         if earlier is not None and kind != earlier["fingerprint"]["model"]:
             raise _another_model(folder, earlier["fingerprint"], {"model": kind})
-        parser = _options.parser_of(f"lp-jax train {name}", problem, kind, description(HELP[name], problem.examples))
+        parser = _options.parser_of(
+            f"lp-jax train {name}", problem, kind, description(HELP[name], problem.examples)
+        )
         _options.add_training(parser, problem.models[kind], name)
         options, kept = _options.parse(parser, problem, args, stored)
         pair = _options.solvers(options, problem.models[kind])
         if not options.no_pictures:
-            import_module("lp_jax.viz")  # which takes half a second; it fails now rather than after the training
+            import_module(
+                "lp_jax.viz"
+            )  # which takes half a second; it fails now rather than after the training
         made_here = earlier is None and processes.once(lambda: report.new_run(folder))
         processes.once(lambda: stack.enter_context(report.locked(folder, console.print)))
         if earlier is None and processes.is_root:
@@ -63,7 +71,9 @@ def run(name: str, args: Sequence[str]) -> None:
         if earlier is not None and first_difference(earlier["fingerprint"], settings.fingerprint()):
             raise _another_model(folder, earlier["fingerprint"], settings.fingerprint())
         sizes = spread(options, settings)
-        console.print("\n".join(filter(None, (described(settings, task, processes.size), task.about))))
+        console.print(
+            "\n".join(filter(None, (described(settings, task, processes.size), task.about)))
+        )
         if options.solver == "auto":
             if processes.size > 1:
                 why = "--solver auto measures, and each process could choose another solver"
@@ -72,28 +82,51 @@ def run(name: str, args: Sequence[str]) -> None:
             console.print(f"auto: {plan.reason}")
             pair = plan.solver, plan.adjoint_solver
         texts = {"solver": repr(pair[0]), "adjoint_solver": repr(pair[1])}
-        mine = json.loads(json.dumps(settings.flat() | texts, default=str))  # as another process receives it
+        mine = json.loads(
+            json.dumps(settings.flat() | texts, default=str)
+        )  # as another process receives it
         if difference := first_difference(processes.once(lambda: mine), mine):
             raise CommandError(f"this process was started otherwise than the first: {difference}.")
-        made = experiment(settings, task, workers(options, sizes, settings.layers, processes.size, pair), pair)
+        made = experiment(
+            settings, task, workers(options, sizes, settings.layers, processes.size, pair), pair
+        )
         if earlier is not None and any(earlier[which] != text for which, text in texts.items()):
             console.print(f"the solver changes, from {earlier['solver']}")
         if processes.is_root:
-            elsewhere = _options.OF_THIS_CALL if processes.size == 1 else (*_options.OF_THIS_CALL, "devices", "mesh")
+            elsewhere = (
+                _options.OF_THIS_CALL
+                if processes.size == 1
+                else (*_options.OF_THIS_CALL, "devices", "mesh")
+            )
             kept = {option: value for option, value in kept.items() if option not in elsewhere}
-            stored = {"problem": name, "options": kept, "fingerprint": settings.fingerprint(), **texts}
+            stored = {
+                "problem": name,
+                "options": kept,
+                "fingerprint": settings.fingerprint(),
+                **texts,
+            }
             report.write_json(folder / report.CONFIG, stored)
-        for line in filter(None, (made.place.about, f"forward: {code(pair[0])}", f"adjoint: {code(pair[1])}")):
+        for line in filter(
+            None, (made.place.about, f"forward: {code(pair[0])}", f"adjoint: {code(pair[1])}")
+        ):
             console.print(line)
         report.show(_runs(made, options, console, processes), options, console, processes.is_root)
 
 
-def _another_model(folder: Path, there: Mapping[str, object], here: Mapping[str, object]) -> CommandError:
-    difference = first_difference({name: value for name, value in there.items() if name in here}, here)
-    return CommandError(f"the run in {folder} is of another model: {difference}; choose another --out.")
+def _another_model(
+    folder: Path, there: Mapping[str, object], here: Mapping[str, object]
+) -> CommandError:
+    difference = first_difference(
+        {name: value for name, value in there.items() if name in here}, here
+    )
+    return CommandError(
+        f"the run in {folder} is of another model: {difference}; choose another --out."
+    )
 
 
-def _runs(made: Experiment, options: argparse.Namespace, console: Console, processes: Launch) -> list[Run]:
+def _runs(
+    made: Experiment, options: argparse.Namespace, console: Console, processes: Launch
+) -> list[Run]:
     """Train with the solvers and then, to compare, serially on one device."""
     folder, again = options.out, f"lp-jax train {made.settings.problem}"
     trained = [(made, folder, options.method)]
@@ -102,19 +135,33 @@ def _runs(made: Experiment, options: argparse.Namespace, console: Console, proce
         if processes.size == 1:
             trained.append((experiment(made.settings, made.task, solvers=SERIAL), path, "direct"))
         else:
-            console.print(f"to compare, in one process: {again} --serial --out {shlex.quote(str(path))}")
+            console.print(
+                f"to compare, in one process: {again} --serial --out {shlex.quote(str(path))}"
+            )
     try:
-        return [train_one(one, options, path, console, processes, method) for one, path, method in trained]
+        return [
+            train_one(one, options, path, console, processes, method)
+            for one, path, method in trained
+        ]
     except train.Interrupted as interruption:
-        console.print(f"lp-jax: {interruption}; go on with: {again} --out {shlex.quote(str(folder))} --resume")
+        console.print(
+            f"lp-jax: {interruption}; go on with: {again} --out {shlex.quote(str(folder))} --resume"
+        )
         raise SystemExit(128 + interruption.signal) from None
 
 
 def train_one(
-    made: Experiment, options: argparse.Namespace, folder: Path, console: Console, launch: Launch, method: str
+    made: Experiment,
+    options: argparse.Namespace,
+    folder: Path,
+    console: Console,
+    launch: Launch,
+    method: str,
 ) -> Run:
     """Train from the newest checkpoint in ``folder``, if there is one. All processes of ``launch`` call this together."""
-    name = ("serial" if made.solvers[0].exact else "layer-parallel") if method == "direct" else method
+    name = (
+        ("serial" if made.solvers[0].exact else "layer-parallel") if method == "direct" else method
+    )
     begun = time.perf_counter()
     if launch.is_root:
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +183,9 @@ def train_one(
             made,
             depths_of(options, made.settings),
             optimizer,
-            measures=lambda model: _measures(dataclasses.replace(made, model=model), options, steps),
+            measures=lambda model: _measures(
+                dataclasses.replace(made, model=model), options, steps
+            ),
             folder=folder / "checkpoints",
             **kept,
             **arguments,
@@ -144,7 +193,9 @@ def train_one(
     else:
         batches: Callable[[int], Iterable[Batch]] = made.batches
         if method == "one-shot":
-            batch = made.place.share(jax.tree.map(lambda *parts: np.concatenate(parts), *made.task.batches(0)))
+            batch = made.place.share(
+                jax.tree.map(lambda *parts: np.concatenate(parts), *made.task.batches(0))
+            )
             batches, steps = (lambda epoch: [batch]), 1
             step_fn, state = train.one_shot(
                 made.loss_fn,
@@ -161,9 +212,15 @@ def train_one(
             state = train.init_state(made.params, optimizer)
         state, controller = made.place.everywhere(state), None
         if options.controller and not solver.exact:
-            controller = train.Controller(made.loss_fn, bound=options.controller, ranks=made.place.ranks)
-            state = state._replace(control=made.place.everywhere(controller.begin(solver, adjoint_solver)))
-        with train.Checkpoints(folder / "checkpoints", ranks=made.place.ranks, **kept) as checkpoints:
+            controller = train.Controller(
+                made.loss_fn, bound=options.controller, ranks=made.place.ranks
+            )
+            state = state._replace(
+                control=made.place.everywhere(controller.begin(solver, adjoint_solver))
+            )
+        with train.Checkpoints(
+            folder / "checkpoints", ranks=made.place.ranks, **kept
+        ) as checkpoints:
             if checkpoints.latest is not None:
                 state = checkpoints.restore(state)
                 console.print(f"{name}: going on after step {int(state.step)}")
@@ -181,7 +238,9 @@ def train_one(
                 **arguments,
             )
     if launch.is_root and not (log.of("train") and log.of("test")):
-        raise CommandError(f"{log.path} has lost the rows of this run, so it has no table; choose another --out.")
+        raise CommandError(
+            f"{log.path} has lost the rows of this run, so it has no table; choose another --out."
+        )
     seconds = time.perf_counter() - begun if log.of("train")[-1:] != before else None
     examples = made.settings.training.batch_size * made.task.steps_per_epoch // steps
     return Run(name, made, state, log, examples, seconds)
@@ -220,7 +279,11 @@ def depths_of(options: argparse.Namespace, settings: Settings) -> list[int]:
         raise UsageError(f"--controller goes with --method direct and one-shot; got {method}.")
     depths = list(options.depths or [layers // part for part in (4, 2, 1) if layers % part == 0])
     factors = [deeper / depth for depth, deeper in itertools.pairwise(depths)]
-    wrong = depths[-1] != layers or not factors or not all(factor > 1 and factor.is_integer() for factor in factors)
+    wrong = (
+        depths[-1] != layers
+        or not factors
+        or not all(factor > 1 and factor.is_integer() for factor in factors)
+    )
     if method == "nested" and wrong:
         raise UsageError(
             f"--depths must have two numbers or more, each a multiple of the one before, and end with the {layers} layers of "
@@ -229,14 +292,18 @@ def depths_of(options: argparse.Namespace, settings: Settings) -> list[int]:
     return depths
 
 
-def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: int) -> list[train.Every]:
+def _measures(
+    made: Experiment, options: argparse.Namespace, steps_per_epoch: int
+) -> list[train.Every]:
     """Return the measurements during training: the test set's score, and the error of the gradient."""
     total, test_fn = steps_per_epoch * made.settings.training.epochs, made.loss(made.tested)[0]
 
     def test(state: train.TrainState, batch: Batch) -> dict[str, object]:
         return train.evaluate(test_fn, state.params, made.task.test_batches)._asdict()
 
-    def restarted(params: PyTree, operands: Batch, *solvers: Solver | None) -> tuple[jax.Array, train.Info]:
+    def restarted(
+        params: PyTree, operands: Batch, *solvers: Solver | None
+    ) -> tuple[jax.Array, train.Info]:
         batch, restart = operands
         exact = all(solver is None or solver.exact for solver in solvers)
         return made.loss_fn(params, batch, *solvers, *(() if exact else (restart,)))
@@ -246,8 +313,13 @@ def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: in
         if state.restart is not None:
             loss_fn, operands = restarted, (batch, state.restart)
         # with enough iterations to show the convergence
-        longer = [s if s.has_tolerance else planning.with_effort(s, max(s.iterations + 2, 4)) for s in made.solvers]
-        error = gradient_error(loss_fn, state.params, operands, *made.solvers, ranks=made.place.ranks)
+        longer = [
+            s if s.has_tolerance else planning.with_effort(s, max(s.iterations + 2, 4))
+            for s in made.solvers
+        ]
+        error = gradient_error(
+            loss_fn, state.params, operands, *made.solvers, ranks=made.place.ranks
+        )
         solves = train.residuals(made.model, state.params, batch, *longer, loss=made.task.measure)
         return {
             "gradient_error": error.relative,
@@ -262,4 +334,7 @@ def _measures(made: Experiment, options: argparse.Namespace, steps_per_epoch: in
     probe_every = options.probe_every or max(1, total // 6)
     every = steps_per_epoch if steps_per_epoch > 1 else max(1, total // 20)
     measures = [] if made.exact else [train.Every("probe", probe_every, probe)]
-    return [*measures, train.Every("test", every, test)]  # its line shows the gradient's error of the same step
+    return [
+        *measures,
+        train.Every("test", every, test),
+    ]  # its line shows the gradient's error of the same step

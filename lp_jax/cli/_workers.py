@@ -30,9 +30,13 @@ class Place:
     ranks: Ranks | None = None  # MPI ranks that hold the layers, if any
     devices: int = 1  # number of devices
     about: str = ""  # a line on them
-    everywhere: Callable[[PyTree], PyTree] = unchanged  # from arrays of one worker to arrays on all workers
+    everywhere: Callable[[PyTree], PyTree] = (
+        unchanged  # from arrays of one worker to arrays on all workers
+    )
     share: Callable[[PyTree], PyTree] = unchanged  # spreads a batch over the workers
-    loss: Callable[[LossFn], LossFn] = unchanged  # from the loss of a share to that of a whole batch
+    loss: Callable[[LossFn], LossFn] = (
+        unchanged  # from the loss of a share to that of a whole batch
+    )
 
 
 ONE_DEVICE = Place()
@@ -43,14 +47,23 @@ def devices(comm: MeshComm) -> Place:
     mesh, processes = comm.mesh, jax.process_count()
     about = f"devices: {', '.join(f'{name} {n}' for name, n in mesh.shape.items())}"
     about += f", in {processes} processes" if processes > 1 else ""
-    parts, cores = set(mesh.devices.flat) & set(jax.local_devices(backend="cpu")), len(os.sched_getaffinity(0))
+    parts, cores = (
+        set(mesh.devices.flat) & set(jax.local_devices(backend="cpu")),
+        len(os.sched_getaffinity(0)),
+    )
     if len(parts) > cores:
-        about += f"; {len(parts)} of them share {cores} cores: times say nothing of as many processors"
+        about += (
+            f"; {len(parts)} of them share {cores} cores: times say nothing of as many processors"
+        )
 
-    place = Place(comm=comm, devices=mesh.size, about=about, everywhere=functools.partial(_replicated, mesh))
+    place = Place(
+        comm=comm, devices=mesh.size, about=about, everywhere=functools.partial(_replicated, mesh)
+    )
     if "data" not in mesh.axis_names:
         return place
-    return dataclasses.replace(place, share=lambda b: jax.tree.map(lambda x: _put(x, mesh, PartitionSpec("data")), b))
+    return dataclasses.replace(
+        place, share=lambda b: jax.tree.map(lambda x: _put(x, mesh, PartitionSpec("data")), b)
+    )
 
 
 def copies(comm: MeshComm) -> Place:
@@ -59,7 +72,9 @@ def copies(comm: MeshComm) -> Place:
 
     def loss(loss_fn: LossFn) -> LossFn:
         def whole(params: PyTree, batch: Batch, *solvers: Solver | None) -> tuple[jax.Array, Info]:
-            @functools.partial(jax.shard_map, mesh=comm.mesh, in_specs=specs, out_specs=PartitionSpec())
+            @functools.partial(
+                jax.shard_map, mesh=comm.mesh, in_specs=specs, out_specs=PartitionSpec()
+            )
             def share(params: PyTree, batch: Batch) -> tuple[jax.Array, Info]:
                 own = jax.tree.map(lambda x: jax.lax.pcast(x, comm.axis, to="varying"), params)
                 loss, info = loss_fn(own, batch, *solvers)
@@ -72,7 +87,9 @@ def copies(comm: MeshComm) -> Place:
 
         return whole
 
-    return Place(devices=comm.mesh.size, everywhere=functools.partial(_replicated, comm.mesh), loss=loss)
+    return Place(
+        devices=comm.mesh.size, everywhere=functools.partial(_replicated, comm.mesh), loss=loss
+    )
 
 
 def rank_grid(ranks: Ranks) -> Place:
@@ -89,7 +106,9 @@ def rank_grid(ranks: Ranks) -> Place:
 
 def _replicated(mesh: Mesh, tree: PyTree) -> PyTree:
     there = set(mesh.devices.flat)
-    return jax.tree.map(lambda x: x if x.sharding.device_set == there else _put(x, mesh, PartitionSpec()), tree)
+    return jax.tree.map(
+        lambda x: x if x.sharding.device_set == there else _put(x, mesh, PartitionSpec()), tree
+    )
 
 
 def _put(x: jax.Array | np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
@@ -104,15 +123,25 @@ def spread(options: argparse.Namespace, settings: Settings) -> dict[str, int]:
     """Return the axes of ``--devices`` or ``--mesh``, if this network fits them. A CPU is cut into as many devices."""
     sizes, batch, layers = mesh_sizes(options), settings.training.batch_size, settings.layers
     if batch % sizes.get("data", 1):
-        raise UsageError(f"--batch_size {batch} cannot be split evenly over data={sizes['data']}; choose a multiple.")
+        raise UsageError(
+            f"--batch_size {batch} cannot be split evenly over data={sizes['data']}; choose a multiple."
+        )
     if sizes.get("layers", 1) > layers:
-        raise UsageError(f"{layers} layers cannot be spread over layers={sizes['layers']} devices; name fewer.")
+        raise UsageError(
+            f"{layers} layers cannot be spread over layers={sizes['layers']} devices; name fewer."
+        )
     if not options.distributed:
         set_cpu_devices(math.prod(sizes.values()))
     return sizes
 
 
-def workers(options: argparse.Namespace, sizes: Mapping[str, int], layers: int, processes: int, solvers: Pair) -> Place:
+def workers(
+    options: argparse.Namespace,
+    sizes: Mapping[str, int],
+    layers: int,
+    processes: int,
+    solvers: Pair,
+) -> Place:
     """Return the place of a run by its options."""
     if options.mpi:
         copies = sizes.get("data", 1)
@@ -129,11 +158,15 @@ def workers(options: argparse.Namespace, sizes: Mapping[str, int], layers: int, 
                 "for them; start fewer, spread the examples too (--mesh layers=...,data=...), or coarsen less."
             )
         ranks = Ranks.grid(data=copies)
-        return rank_grid(dataclasses.replace(ranks, layers=dataclasses.replace(ranks.layers, check=True)))
+        return rank_grid(
+            dataclasses.replace(ranks, layers=dataclasses.replace(ranks.layers, check=True))
+        )
     if not options.distributed and math.prod(sizes.values()) == 1:
         return ONE_DEVICE
     there = jax.device_count()
-    sizes = {"layers": 1, **sizes} if sizes else {"layers": there}  # without axes, all devices in one row
+    sizes = (
+        {"layers": 1, **sizes} if sizes else {"layers": there}
+    )  # without axes, all devices in one row
     needed = math.prod(sizes.values())
     if there < needed or (processes > 1 and there != needed):
         where = jax.default_backend() + (f", in {processes} processes" if processes > 1 else "")
@@ -145,4 +178,6 @@ def workers(options: argparse.Namespace, sizes: Mapping[str, int], layers: int, 
 
 def mesh_comm(sizes: Mapping[str, int]) -> MeshComm:
     shape, axis_types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
-    return MeshComm(jax.make_mesh(shape, tuple(sizes), axis_types, devices=jax.devices()[: math.prod(shape)]))
+    return MeshComm(
+        jax.make_mesh(shape, tuple(sizes), axis_types, devices=jax.devices()[: math.prod(shape)])
+    )

@@ -54,15 +54,21 @@ def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: in
                 raise wrong(path, got, "the same shape")
     else:
         x, y, test_x, test_y = split(x, y, test_fraction, seed, by_class=not values)
-    if np.result_type(y, test_y).kind == "f" and not values:  # int64 and uint64: large numbers would merge
+    if (
+        np.result_type(y, test_y).kind == "f" and not values
+    ):  # int64 and uint64: large numbers would merge
         y, test_y = y.astype(object), test_y.astype(object)
     known = np.unique(np.concatenate([y, test_y]))
     if len(known) < 2:
-        raise wrong(path, f"y holds one {'value' if values else 'class'}, {known[0]}", "two or more")
+        raise wrong(
+            path, f"y holds one {'value' if values else 'class'}, {known[0]}", "two or more"
+        )
     names = () if values else tuple(map(str, known))
     if not values:
         y, test_y = (np.searchsorted(known, labels).astype(np.int32) for labels in (y, test_y))
-    return Dataset(_inputs(x), y, _inputs(test_x), test_y, classes=len(names), shape=x.shape[1:], names=names)
+    return Dataset(
+        _inputs(x), y, _inputs(test_x), test_y, classes=len(names), shape=x.shape[1:], names=names
+    )
 
 
 def _pair(path: Path, stored: dict[str, np.ndarray], prefix: str) -> tuple[np.ndarray, np.ndarray]:
@@ -71,12 +77,19 @@ def _pair(path: Path, stored: dict[str, np.ndarray], prefix: str) -> tuple[np.nd
     if absent := [name for name in (a, b) if name not in stored]:
         raise wrong(path, f"has no {absent[0]}, but {', '.join(stored) or 'nothing'}", _WANTED)
     x, y = stored[a], stored[b]
-    if x.ndim < 2 or y.shape[:1] != x.shape[:1] or y.ndim > 1 + (y.dtype.kind == "f") or not x.size * y.size:
+    if (
+        x.ndim < 2
+        or y.shape[:1] != x.shape[:1]
+        or y.ndim > 1 + (y.dtype.kind == "f")
+        or not x.size * y.size
+    ):
         raise wrong(path, f"{a} has shape {x.shape} and {b} {y.shape}", _WANTED)
     if x.dtype.kind not in "iufb":
         raise wrong(path, f"{a} holds {x.dtype}", "numbers")
     if y.dtype.kind not in "iubUf":
-        raise wrong(path, f"{b} holds {y.dtype}", "classes, integers or strings, or floating-point values")
+        raise wrong(
+            path, f"{b} holds {y.dtype}", "classes, integers or strings, or floating-point values"
+        )
     for name, array in ((a, x), (b, y)):
         check_finite(path, name, array)
     return x, y.reshape(len(y), -1) if y.dtype.kind == "f" else y

@@ -14,7 +14,12 @@ from lp_jax.data._dataset import Dataset
 
 
 def batches(
-    data: Dataset | Sequence[PyTree], batch_size: int, *, seed: int, epoch: int, drop_last: bool = True
+    data: Dataset | Sequence[PyTree],
+    batch_size: int,
+    *,
+    seed: int,
+    epoch: int,
+    drop_last: bool = True,
 ) -> Iterator[tuple[PyTree, ...]]:
     """Return the shuffled mini-batches of one epoch.
 
@@ -45,15 +50,21 @@ def batches(
     """
     arrays = (data.train_x, data.train_y) if isinstance(data, Dataset) else data
     if hasattr(arrays, "shape"):
-        raise TypeError("data must be a Dataset or a sequence of arrays; got one array: pass (array,).")
+        raise TypeError(
+            "data must be a Dataset or a sequence of arrays; got one array: pass (array,)."
+        )
     arrays = tuple(arrays)
     leaves = jax.tree.leaves(arrays, is_leaf=lambda part: not isinstance(part, tuple))
     if other := [leaf for leaf in leaves if not hasattr(leaf, "shape")]:
         kind = type(other[0]).__name__
-        raise TypeError(f"data must be arrays; got a {kind}: sequences of different lengths are for data.bucketed.")
+        raise TypeError(
+            f"data must be arrays; got a {kind}: sequences of different lengths are for data.bucketed."
+        )
     lengths = list(map(len, leaves))
     if len(set(lengths)) != 1:
-        raise ValueError(f"data must be arrays with one leading length, the number of samples; got lengths {lengths}.")
+        raise ValueError(
+            f"data must be arrays with one leading length, the number of samples; got lengths {lengths}."
+        )
     parts = _parts(generator(seed, epoch).permutation(lengths[0]), batch_size, drop_last, "samples")
     return (jax.tree.map(operator.itemgetter(pick), arrays) for pick in parts)
 
@@ -68,7 +79,9 @@ def _parts(order: np.ndarray, size: int, drop_last: bool, of: str) -> list[np.nd
     """Return the parts of an order, ``size`` numbers each."""
     _check.integer("batch_size", size, least=1)
     if size > len(order):
-        raise ValueError(f"batch_size must be at most the number of {of}, {len(order)}; got {size}.")
+        raise ValueError(
+            f"batch_size must be at most the number of {of}, {len(order)}; got {size}."
+        )
     end = len(order) - len(order) % size if drop_last else len(order)
     return [order[start : start + size] for start in range(0, end, size)]
 
@@ -134,7 +147,9 @@ def bucketed(
         [(2, 4), (2, 4), (2, 16)]
     """
     sizes = np.array(list(map(len, data.x)))
-    for at, (elements, labels) in enumerate(itertools.zip_longest(sizes, map(len, data.y), fillvalue=0)):
+    for at, (elements, labels) in enumerate(
+        itertools.zip_longest(sizes, map(len, data.y), fillvalue=0)
+    ):
         if elements != labels:
             wrong = f"got {labels} for the {elements} of sequence {at}"
             raise ValueError(f"data must have a label for each element; {wrong}.")
@@ -142,14 +157,20 @@ def bucketed(
     if not bounds or any(later <= earlier for earlier, later in itertools.pairwise(bounds)):
         raise ValueError(f"lengths must increase; got {tuple(bounds)}.")
     if sizes.max(initial=0) > bounds[-1]:
-        raise ValueError(f"lengths must reach the longest sequence, {sizes.max()}; got at most {bounds[-1]}.")
+        raise ValueError(
+            f"lengths must reach the longest sequence, {sizes.max()}; got at most {bounds[-1]}."
+        )
     random = generator(seed, epoch)
     buckets = np.searchsorted(bounds, sizes)
     order = random.permutation(len(sizes))
-    parts = _parts(order[np.argsort(buckets[order], kind="stable")], batch_size, drop_last, "sequences")
+    parts = _parts(
+        order[np.argsort(buckets[order], kind="stable")], batch_size, drop_last, "sequences"
+    )
 
     def batch(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         length = bounds[buckets[part[-1]]]
-        return padded([data.x[i] for i in part], length), padded([data.y[i] for i in part], length, fill=UNLABELLED)
+        return padded([data.x[i] for i in part], length), padded(
+            [data.y[i] for i in part], length, fill=UNLABELLED
+        )
 
     return (batch(parts[number]) for number in random.permutation(len(parts)))

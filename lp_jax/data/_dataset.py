@@ -63,7 +63,9 @@ class DataError(ValueError):
 def check_fraction(test_fraction: float) -> None:
     """Refuse a fraction that leaves one part empty."""
     if not 0.0 < test_fraction < 1.0:
-        raise ValueError(f"test_fraction must be between 0 and 1, both excluded; got {test_fraction}.")
+        raise ValueError(
+            f"test_fraction must be between 0 and 1, both excluded; got {test_fraction}."
+        )
 
 
 def split(
@@ -81,7 +83,9 @@ def split(
         raise ValueError(f"test_fraction must leave one sample of each class or more; {got}.")
     cut = require("sklearn.model_selection").train_test_split
     labels = y if by_class else None
-    train_x, test_x, train_y, test_y = cut(x, y, test_size=test_fraction, random_state=seed, stratify=labels)
+    train_x, test_x, train_y, test_y = cut(
+        x, y, test_size=test_fraction, random_state=seed, stratify=labels
+    )
     return train_x, train_y, test_x, test_y
 
 
@@ -92,7 +96,10 @@ class Scaler:
         self._scaler = require("sklearn.preprocessing").StandardScaler().fit(_rows(values))
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
-        scaled, largest = self._scaler.transform(_rows(values)).reshape(values.shape), float(np.finfo(np.float32).max)
+        scaled, largest = (
+            self._scaler.transform(_rows(values)).reshape(values.shape),
+            float(np.finfo(np.float32).max),
+        )
         check_finite("after scaling by the training samples", "the data", scaled, largest=largest)
         return scaled.astype(np.float32)
 
@@ -118,7 +125,9 @@ def reading(path: Path, wanted: str) -> Iterator[None]:
     except (DataError, ImportError):
         raise
     except Exception as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        reason = (
+            getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        )
         raise wrong(path, f"cannot be read ({reason})", wanted) from error
 
 
@@ -126,7 +135,11 @@ def _check_unpacked(path: Path, size: int = 0) -> int:
     """Refuse a file that unpacks to more than data does, before it fills the memory; return how many bytes it may have."""
     most = max(2**28, 100 * path.stat().st_size)
     if size > most:
-        raise wrong(path, f"unpacks to more than {most:,} bytes", "256 MiB or 100 times the file: save it unpacked")
+        raise wrong(
+            path,
+            f"unpacks to more than {most:,} bytes",
+            "256 MiB or 100 times the file: save it unpacked",
+        )
     return most
 
 
@@ -149,7 +162,11 @@ def archive(path: Path, wanted: str) -> dict[str, np.ndarray]:
             with file.open(member) as stream:
                 array = np.lib.format.read_array(stream, allow_pickle=False)
                 if stream.read(1):
-                    raise wrong(f"{path}: {member.filename}", f"more than {array.nbytes} bytes", "what its header says")
+                    raise wrong(
+                        f"{path}: {member.filename}",
+                        f"more than {array.nbytes} bytes",
+                        "what its header says",
+                    )
             arrays[member.filename.removesuffix(".npy")] = array
     return arrays
 
@@ -157,11 +174,19 @@ def archive(path: Path, wanted: str) -> dict[str, np.ndarray]:
 LARGEST = 1e150  # its square is a number: a deviation can be computed
 
 
-def check_finite(place: object, name: str, array: np.ndarray, wanted: str = "", largest: float = LARGEST) -> None:
+def check_finite(
+    place: object, name: str, array: np.ndarray, wanted: str = "", largest: float = LARGEST
+) -> None:
     """Refuse NaN, infinity and numbers that are too large; name the first one and its indices."""
-    if array.dtype.kind == "f" and not (fine := np.abs(array) < np.float64(largest)).all():  # float32 has no 1e150
+    if (
+        array.dtype.kind == "f" and not (fine := np.abs(array) < np.float64(largest)).all()
+    ):  # float32 has no 1e150
         at = [int(index) for index in np.argwhere(~fine)[0]]
-        raise wrong(place, f"{name} holds {array[*at]} at {at}", wanted or f"finite numbers below {largest:.0e}")
+        raise wrong(
+            place,
+            f"{name} holds {array[*at]} at {at}",
+            wanted or f"finite numbers below {largest:.0e}",
+        )
 
 
 def lines(path: Path, wanted: str) -> list[str]:
@@ -185,5 +210,6 @@ def require(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"lp_jax.data needs {error.name}, of the extra lp_jax[data]: pip install 'lp_jax[data]'", name=error.name
+            f"lp_jax.data needs {error.name}, of the extra lp_jax[data]: pip install 'lp_jax[data]'",
+            name=error.name,
         ) from None

@@ -29,7 +29,9 @@ def read_conllu(path: Path) -> list[Sentence]:
     """Read the sentences of a CoNLL-U file in their order, without multiword tokens (1-2) and empty words (1.1)."""
     wanted = "a CoNLL-U file"
     raw = dict.fromkeys(("xpos", "feats", "head", "deps", "misc"), lambda row, column: row[column])
-    parsed = require("conllu").parse_incr(io.StringIO("\n".join(lines(path, wanted))), field_parsers=raw)
+    parsed = require("conllu").parse_incr(
+        io.StringIO("\n".join(lines(path, wanted))), field_parsers=raw
+    )
     sentences: list[Sentence] = []
     with reading(path, wanted):
         for tokens in filter(None, parsed):
@@ -43,7 +45,11 @@ def read_conllu(path: Path) -> list[Sentence]:
                     got = f"{len(token)} columns, word {token.get('form')!r}"
                     raise wrong(place, got, "10 columns and a word in the second")
                 if token["upos"] not in _UPOS.split():
-                    raise wrong(place, f"part of speech {token['upos']!r} of {token['form']!r}", f"one of {_UPOS}")
+                    raise wrong(
+                        place,
+                        f"part of speech {token['upos']!r} of {token['form']!r}",
+                        f"one of {_UPOS}",
+                    )
             form, upos = (tuple(token[column] for token in words) for column in ("form", "upos"))
             sentences.append(Sentence(form, upos, tokens.metadata.get("text") or " ".join(form)))
     if not sentences:
@@ -76,7 +82,9 @@ def vocabularies(words: Iterable[str], min_count: int) -> list[tuple[str, ...]]:
     for column, reserved in zip(zip(*map(_columns, words), strict=True), unknown, strict=True):
         counts = Counter(entry for entry in column if entry not in reserved)
         frequent = sorted(counts, key=lambda entry: (-counts[entry], entry))
-        tables.append((PADDING, *reserved, *(entry for entry in frequent if counts[entry] >= min_count)))
+        tables.append(
+            (PADDING, *reserved, *(entry for entry in frequent if counts[entry] >= min_count))
+        )
     return tables
 
 
@@ -106,7 +114,9 @@ class Tagging(NamedTuple):
         return tuple(map(len, self.vocabularies))
 
 
-def gum(folder: str | os.PathLike[str], *, min_count: int = 2, max_length: int | None = None) -> Tagging:
+def gum(
+    folder: str | os.PathLike[str], *, min_count: int = 2, max_length: int | None = None
+) -> Tagging:
     """Load GUM, or another treebank of Universal Dependencies, to tag words with their parts of speech.
 
     The folder has one file each whose name ends in ``-train.conllu``, ``-dev.conllu`` and ``-test.conllu``, plain or
@@ -155,8 +165,12 @@ def gum(folder: str | os.PathLike[str], *, min_count: int = 2, max_length: int |
     _check.integer("min_count", min_count, least=1)
     if max_length is not None:
         _check.integer("max_length", max_length, least=1)
-    sentences = {split: read_conllu(_find(Path(folder), split)) for split in ("train", "dev", "test")}
-    known = vocabularies((word for sentence in sentences["train"] for word in sentence.words), min_count)
+    sentences = {
+        split: read_conllu(_find(Path(folder), split)) for split in ("train", "dev", "test")
+    }
+    known = vocabularies(
+        (word for sentence in sentences["train"] for word in sentence.words), min_count
+    )
     ids = [{entry: number for number, entry in enumerate(entries)} for entries in known]
     tags = tuple(sorted({tag for sentence in sentences["train"] for tag in sentence.upos}))
     numbers = {tag: number for number, tag in enumerate(tags)}
@@ -168,13 +182,20 @@ def gum(folder: str | os.PathLike[str], *, min_count: int = 2, max_length: int |
 
     def pieces(whole: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
         longest = max_length or sys.maxsize
-        return [entries[start : start + longest] for entries in whole for start in range(0, len(entries), longest)]
+        return [
+            entries[start : start + longest]
+            for entries in whole
+            for start in range(0, len(entries), longest)
+        ]
 
     parts, words = {}, {}
     for split, found in sentences.items():
         words[split] = pieces(sentence.words for sentence in found)
         x = [np.array(list(map(row, piece)), np.int32) for piece in words[split]]
-        labels = [[numbers.get(tag, UNLABELLED) for tag in piece] for piece in pieces(s.upos for s in found)]
+        labels = [
+            [numbers.get(tag, UNLABELLED) for tag in piece]
+            for piece in pieces(s.upos for s in found)
+        ]
         parts[split] = Sequences(x, [np.array(piece, np.int32) for piece in labels])
     return Tagging(**parts, tags=tags, vocabularies=tuple(known), test_words=words["test"])
 

@@ -36,10 +36,20 @@ def _split(folder: Path, name: str, size: tuple[int, ...] | None) -> tuple[np.nd
     images_file, images = _bytes(folder, f"{name}-images-idx3-ubyte", axes=3)
     labels_file, labels = _bytes(folder, f"{name}-labels-idx1-ubyte", axes=1)
     if images.size == 0 or images.shape[1:] != (size or images.shape[1:]):
-        wanted = f"{' x '.join(map(str, size))}, like those to train with" if size else "at least one pixel"
-        raise wrong(images_file, f"{' x '.join(map(str, images.shape))} pixels", f"images of {wanted}")
+        wanted = (
+            f"{' x '.join(map(str, size))}, like those to train with"
+            if size
+            else "at least one pixel"
+        )
+        raise wrong(
+            images_file, f"{' x '.join(map(str, images.shape))} pixels", f"images of {wanted}"
+        )
     if len(labels) != len(images):
-        raise wrong(labels_file, f"{len(labels)} labels", f"{len(images)}, one for each image of {images_file.name}")
+        raise wrong(
+            labels_file,
+            f"{len(labels)} labels",
+            f"{len(images)}, one for each image of {images_file.name}",
+        )
     if labels.max() >= _CLASSES:
         at = int(np.argmax(labels >= _CLASSES))
         raise wrong(labels_file, f"label {labels[at]} of image {at}", f"0 to {_CLASSES - 1}")
@@ -57,9 +67,7 @@ def _bytes(folder: Path, name: str, *, axes: int) -> tuple[Path, np.ndarray]:
         shape = np.frombuffer(raw, ">u4", axes, offset=4).tolist()
     first = 4 + 4 * axes
     if len(raw) != first + math.prod(shape):
-        described = (
-            f"{first + math.prod(shape)}, for the {' x '.join(map(str, shape))} values that its header announces"
-        )
+        described = f"{first + math.prod(shape)}, for the {' x '.join(map(str, shape))} values that its header announces"
         raise wrong(path, f"{len(raw)} bytes", described)
     return path, np.frombuffer(raw, np.uint8, offset=first).reshape(shape)
 

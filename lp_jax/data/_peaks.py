@@ -8,7 +8,9 @@ from lp_jax.data._dataset import Dataset, split
 _HALF = 3.0  # half of the square's side
 
 
-def peaks(samples: int = 5000, test_fraction: float = 0.2, seed: int = 0, classes: int = 5) -> Dataset:
+def peaks(
+    samples: int = 5000, test_fraction: float = 0.2, seed: int = 0, classes: int = 5
+) -> Dataset:
     """Draw points of a square. Their classes are the level sets of ``peaks`` that they lie in.
 
     The function is MATLAB's,

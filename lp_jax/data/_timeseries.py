@@ -21,7 +21,9 @@ class Series(NamedTuple):
 def read_ts(path: Path, fill: float | None = None) -> Series:
     """Read a ``.ts`` file: a header; then a series a line, its channels and its class with colons between them."""
     content = lines(path, "a .ts file")
-    start = next((number for number, line in enumerate(content, 1) if line.lower().split() == ["@data"]), 0)
+    start = next(
+        (number for number, line in enumerate(content, 1) if line.lower().split() == ["@data"]), 0
+    )
     series = Series([], [], _classes(path, content[:start]))
     for number, line in enumerate(content[start:], start + 1):
         if not line.strip() or line.startswith("#"):
@@ -33,7 +35,9 @@ def read_ts(path: Path, fill: float | None = None) -> Series:
             raise wrong(place, f"class {series.labels[-1]!r}", wanted)
         x = _values(place, channels, fill)
         if series.x and x.shape[1] != series.x[0].shape[1]:
-            raise wrong(place, f"{x.shape[1]} channels", f"{series.x[0].shape[1]}, with colons between them")
+            raise wrong(
+                place, f"{x.shape[1]} channels", f"{series.x[0].shape[1]}, with colons between them"
+            )
         series.x.append(x)
     if not series.x:
         raise wrong(path, "no series", "one a line after @data")
@@ -44,11 +48,21 @@ def _classes(path: Path, content: list[str]) -> tuple[str, ...]:
     """Return the classes of a header, the lines up to @data; refuse what is no problem of classification."""
     entries = [line.split() for line in content if line.strip() and not line.startswith("#")]
     if not entries or not all(key.startswith("@") for key, *_ in entries):
-        raise wrong(path, "no header, or more in it than keys and comments", "keys (@...), the last of them @data")
+        raise wrong(
+            path,
+            "no header, or more in it than keys and comments",
+            "keys (@...), the last of them @data",
+        )
     keys = {key.lower(): values for key, *values in entries}
-    true = {key for key, values in keys.items() if [value.lower() for value in values[:1]] == ["true"]}
+    true = {
+        key for key, values in keys.items() if [value.lower() for value in values[:1]] == ["true"]
+    }
     if true & {"@timestamps", "@targetlabel"}:
-        raise wrong(path, "a problem of regression, or series with time stamps", "classes, and values at equal steps")
+        raise wrong(
+            path,
+            "a problem of regression, or series with time stamps",
+            "classes, and values at equal steps",
+        )
     classes = tuple(keys["@classlabel"][1:]) if "@classlabel" in true else ()
     if not 0 < len(set(classes)) == len(classes):
         wanted = "at least one, none of them twice, announced by @classLabel true ..."
@@ -59,12 +73,16 @@ def _classes(path: Path, content: list[str]) -> tuple[str, ...]:
 def _values(place: str, channels: list[str], fill: float | None) -> np.ndarray:
     """Return a line's channels as ``(time steps, channels)``."""
     try:
-        rows = [[float(text) for text in channel.replace("?", "nan").split(",")] for channel in channels]
+        rows = [
+            [float(text) for text in channel.replace("?", "nan").split(",")] for channel in channels
+        ]
     except ValueError as error:
         raise wrong(place, str(error), "numbers with commas between them") from None
     lengths = [len(row) for row in rows]
     if len(set(lengths)) != 1:
-        raise wrong(place, f"channels of {lengths} values", "at least one channel, all of one length")
+        raise wrong(
+            place, f"channels of {lengths} values", "at least one channel, all of one length"
+        )
     x = np.array(rows)
     if fill is not None:
         x[np.isnan(x)] = fill
@@ -97,7 +115,10 @@ def timeseries(folder: str | os.PathLike[str], name: str, *, fill: float | None 
         Dau et al., "The UCR time series archive", arXiv:1810.07758; Bagnall et al., "The UEA multivariate time series
         classification archive, 2018", arXiv:1811.00075.
     """
-    paths = [find(Path(folder), f"{name}_{split}.ts", "the two files of a problem") for split in ("TRAIN", "TEST")]
+    paths = [
+        find(Path(folder), f"{name}_{split}.ts", "the two files of a problem")
+        for split in ("TRAIN", "TEST")
+    ]
     train, test = (read_ts(path, fill) for path in paths)
     channels, wanted = test.x[0].shape[1], train.x[0].shape[1]
     if channels != wanted:
@@ -113,4 +134,6 @@ def timeseries(folder: str | os.PathLike[str], name: str, *, fill: float | None 
         return (padded([scaled(x) for x in series.x], longest), lengths), labels
 
     names = train.classes
-    return Dataset(*arrays(train), *arrays(test), classes=len(names), shape=(longest, wanted), names=names)
+    return Dataset(
+        *arrays(train), *arrays(test), classes=len(names), shape=(longest, wanted), names=names
+    )

@@ -25,7 +25,9 @@ try:
     import flax.nnx as _nnx  # noqa: F401
     import safetensors as _safetensors  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ImportError(f'lp_jax.nn needs Flax and safetensors ({error}): pip install "lp_jax[nn]".') from error
+    raise ImportError(
+        f'lp_jax.nn needs Flax and safetensors ({error}): pip install "lp_jax[nn]".'
+    ) from error
 
 from lp_jax.nn._convolution import convolve as convolve
 from lp_jax.nn._export import load as load

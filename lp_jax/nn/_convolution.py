@@ -48,7 +48,9 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
     _check.one_of("formulation", formulation, ("auto", "xla", "products"))
     taps = kernel.shape[:-2]
     if any(size % 2 == 0 for size in taps):
-        raise ValueError(f"a kernel must have an odd number of taps along each axis of space; got {taps}.")
+        raise ValueError(
+            f"a kernel must have an odd number of taps along each axis of space; got {taps}."
+        )
     if formulation == "auto":
         # on two cores XLA takes 4 to 30 times as long for a scan's gradient (jax 0.10), 4 and 11 for images of 8 x 8 (jax 0.12)
         formulation = "products" if default_platform() == "cpu" else "xla"
@@ -72,12 +74,18 @@ def _as_general(x: jax.Array, kernel: jax.Array, *_: object, **__: object) -> ja
 @jax.custom_vjp
 def _products(x: jax.Array, kernel: jax.Array) -> jax.Array:
     groups = _tree.split(x, _images_at_once(x, kernel))
-    return lax.map(lambda images: _convolve_few(images, kernel), groups).reshape(*x.shape[:-1], kernel.shape[-1])
+    return lax.map(lambda images: _convolve_few(images, kernel), groups).reshape(
+        *x.shape[:-1], kernel.shape[-1]
+    )
 
 
-def _products_bwd(saved: tuple[jax.Array, jax.Array], y_bar: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _products_bwd(
+    saved: tuple[jax.Array, jax.Array], y_bar: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, kernel = saved
-    mirrored = jnp.flip(kernel, range(kernel.ndim - 2)).swapaxes(-2, -1)  # the kernel of the transposed convolution
+    mirrored = jnp.flip(kernel, range(kernel.ndim - 2)).swapaxes(
+        -2, -1
+    )  # the kernel of the transposed convolution
     size = _images_at_once(x, kernel)
     *outer, last, inputs, outputs = kernel.shape
 
@@ -86,10 +94,14 @@ def _products_bwd(saved: tuple[jax.Array, jax.Array], y_bar: jax.Array) -> tuple
         x, y_bar = images
         z_bar = jnp.concatenate(_shifted(y_bar, outer)[::-1], axis=-1)
         patches = _patches(x, last).reshape(-1, last * inputs)
-        folded = _product(patches.T, z_bar.reshape(len(patches), -1)).reshape(last, inputs, *outer, outputs)
+        folded = _product(patches.T, z_bar.reshape(len(patches), -1)).reshape(
+            last, inputs, *outer, outputs
+        )
         return total + jnp.moveaxis(folded, (0, 1), (-3, -2)), _convolve_few(y_bar, mirrored)
 
-    kernel_bar, x_bar = lax.scan(add, _tree.wide(jnp.zeros_like(kernel)), _tree.split((x, y_bar), size))
+    kernel_bar, x_bar = lax.scan(
+        add, _tree.wide(jnp.zeros_like(kernel)), _tree.split((x, y_bar), size)
+    )
     return x_bar.reshape(x.shape), kernel_bar.astype(kernel.dtype)
 
 
@@ -127,6 +139,11 @@ def _shifted(images: jax.Array, taps: Sequence[int]) -> list[jax.Array]:
     padded = jnp.pad(images, around + [(0, 0)] * (images.ndim - len(around)))
     space = images.shape[1 : 1 + len(taps)]
     return [
-        padded[(slice(None), *(slice(start, start + n) for start, n in zip(offset, space, strict=True)))]
+        padded[
+            (
+                slice(None),
+                *(slice(start, start + n) for start, n in zip(offset, space, strict=True)),
+            )
+        ]
         for offset in np.ndindex(*taps)
     ]

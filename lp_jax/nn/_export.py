@@ -77,7 +77,9 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
     try:
         arrays = safetensors.numpy.load_file(path)
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a file of safetensors, or is incomplete: {error}.") from error
+        raise ValueError(
+            f"{path} is not a file of safetensors, or is incomplete: {error}."
+        ) from error
     for name, x in arrays.items():
         if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
             raise ValueError(
@@ -89,17 +91,24 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
         flat = {_keys(name): x for name, x in arrays.items()}
         for keys in flat:
             if any(keys[:length] in flat for length in range(1, len(keys))):
-                raise ValueError(f"{path}: a part of the name {'.'.join(map(str, keys))} is the name of another array.")
+                raise ValueError(
+                    f"{path}: a part of the name {'.'.join(map(str, keys))} is the name of another array."
+                )
         return traverse_util.unflatten_dict(flat)
     wanted, structure = _named(like)
     if difference := first_difference(described(arrays), described(wanted)):
-        raise ValueError(f"{path} and `like` differ: {difference}. Build the network as it was when it was saved.")
+        raise ValueError(
+            f"{path} and `like` differ: {difference}. Build the network as it was when it was saved."
+        )
     return jax.tree.unflatten(structure, [arrays[name] for name in wanted])
 
 
 def _keys(name: str) -> tuple[str | int, ...]:
     """Return the keys whose name this is; numbers are integers."""
-    return tuple(int(part) if part.isdecimal() and str(int(part)) == part else part for part in name.split("."))
+    return tuple(
+        int(part) if part.isdecimal() and str(int(part)) == part else part
+        for part in name.split(".")
+    )
 
 
 def _named(tree: PyTree) -> tuple[dict[str, jax.Array | np.ndarray], jax.tree_util.PyTreeDef]:
@@ -112,7 +121,10 @@ def _named(tree: PyTree) -> tuple[dict[str, jax.Array | np.ndarray], jax.tree_ut
     named = {}
     for path, leaf in leaves:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        keys = tuple(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None))) for entry in path)
+        keys = tuple(
+            getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None)))
+            for entry in path
+        )
         if _keys(name) != keys or "" in keys:
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} has no name, the keys joined by dots. Put arrays into dicts or lists, with "
@@ -126,13 +138,19 @@ def first_difference(there: Mapping[str, object], here: Mapping[str, object]) ->
     """Return the first entry in which two dicts differ, in words; None if they are equal."""
     for name in {**here, **there}:
         if there.get(name) != here.get(name):
-            return f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
+            return (
+                f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
+            )
     return None
 
 
 def described(tree: PyTree) -> dict[str, str]:
     """Return dtype and shape of each array, by its path."""
     leaves = (
-        (path, leaf if hasattr(leaf, "dtype") else np.asarray(leaf)) for path, leaf in jax.tree.leaves_with_path(tree)
+        (path, leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
+        for path, leaf in jax.tree.leaves_with_path(tree)
     )
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}"
+        for path, x in leaves
+    }

@@ -61,11 +61,15 @@ class Spline:
             array([[0.5, 0.5, 0. ],
                    [0. , 0.5, 0.5]])
         """
-        from scipy.interpolate import BSpline  # here: it takes a third of the time of importing lp_jax.nn
+        from scipy.interpolate import (
+            BSpline,
+        )  # here: it takes a third of the time of importing lp_jax.nn
 
         if np.ndim(layers) == 0:
             number = _check.integer("layers", layers, least=1)
-            t = (np.arange(number) + 0.5) / number  # rounded once, so that midpoints on a knot are exactly on it
+            t = (
+                np.arange(number) + 0.5
+            ) / number  # rounded once, so that midpoints on a knot are exactly on it
         else:
             times = np.asarray(layers, float)
             t = (midpoints(times) - times[0]) / (times[-1] - times[0])
@@ -145,16 +149,22 @@ class LayerParallel(Solved):
         self.weights = nnx.static(weights)
         self.num_layers = _check.integer("num_layers", num_layers, least=1)
         if weights is None:
-            self.layers = stacked_module(make_module, num_layers, rngs, self.comm, self.placing_solvers())
+            self.layers = stacked_module(
+                make_module, num_layers, rngs, self.comm, self.placing_solvers()
+            )
             return
         if not isinstance(weights, Spline):
-            raise TypeError(f"weights must be None or a spline, like nn.Spline(coefficients=8); got {weights!r}.")
+            raise TypeError(
+                f"weights must be None or a spline, like nn.Spline(coefficients=8); got {weights!r}."
+            )
         if weights.coefficients > num_layers:
             raise ValueError(
                 f"weights={weights} has more coefficients than the network has layers, num_layers={num_layers}. Take at most "
                 "num_layers coefficients, or leave weights out."
             )
-        self.layers = stacked_module(make_module, weights.coefficients, rngs, self.comm, None, holds=nnx.Param)
+        self.layers = stacked_module(
+            make_module, weights.coefficients, rngs, self.comm, None, holds=nnx.Param
+        )
 
     def solve(self, *inputs: Any, **options: Any) -> Solution:
         """Propagate a state through the layers: ``solve(y, **inputs, **options) -> Solution``.
@@ -168,7 +178,9 @@ class LayerParallel(Solved):
             nnx.update(self.layers, solution.aux)
         return solution
 
-    def problem(self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None) -> Problem:
+    def problem(
+        self, y: State, *, shared: PyTree = None, data: PyTree = None, key: jax.Array | None = None
+    ) -> Problem:
         """Return the problem that `solve` solves.
 
         Args:
@@ -201,7 +213,11 @@ def stacks(trunk: LayerParallel) -> tuple[TrunkStep, PyTree, PyTree]:
     """Return the layers as a pure step, their parameters and running statistics, leaves ``(num_layers, ...)``."""
     step, params, stats = trunk_step(trunk.layers)
     if trunk.weights is not None:
-        layers = np.asarray(trunk.t1) if np.shape(trunk.t1) == (trunk.num_layers + 1,) else trunk.num_layers
+        layers = (
+            np.asarray(trunk.t1)
+            if np.shape(trunk.t1) == (trunk.num_layers + 1,)
+            else trunk.num_layers
+        )
         rows = trunk.comm.share(trunk.weights.basis(layers), trunk.placing_solvers())
         params = expand(rows, trunk.comm.replicate(trunk.comm.adopt(params)), trunk.comm)
     return step, params, stats

@@ -86,11 +86,15 @@ class DenseResidual(nnx.Module):
     ):
         self.norm = make_norm(norm, ("layer", "batch"), width, **options)
         self.inner = nnx.Linear(width, width if hidden is None else hidden, dtype=dtype, **options)
-        self.outer = nnx.identity if hidden is None else nnx.Linear(hidden, width, dtype=dtype, **options)
+        self.outer = (
+            nnx.identity if hidden is None else nnx.Linear(hidden, width, dtype=dtype, **options)
+        )
         self.activation, self.dtype = activation, dtype
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
-        return y + dt * _to_dtype_of(self.outer(self.activation(self.inner(self.norm(y)))), y, self.dtype)
+        return y + dt * _to_dtype_of(
+            self.outer(self.activation(self.inner(self.norm(y)))), y, self.dtype
+        )
 
 
 class ConvResidual(nnx.Module):
@@ -167,7 +171,9 @@ class DenseOpening(nnx.Module):
         ValueError: when called, if the input has another shape.
     """
 
-    def __init__(self, shape: Sequence[int], width: int, *, activation: Activation = nnx.tanh, **options: Any):
+    def __init__(
+        self, shape: Sequence[int], width: int, *, activation: Activation = nnx.tanh, **options: Any
+    ):
         self.shape = tuple(shape)
         self.linear = nnx.Linear(math.prod(self.shape), width, **options)
         self.activation = activation
@@ -248,7 +254,9 @@ def _flatten(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     batch = x.ndim - len(shape)
     if x.shape[max(batch, 0) :] != shape:
         wanted = ", ".join(["...", *map(str, shape)])
-        raise ValueError(f"The layer was built with shape={shape}, for arrays of shape ({wanted}); got {x.shape}.")
+        raise ValueError(
+            f"The layer was built with shape={shape}, for arrays of shape ({wanted}); got {x.shape}."
+        )
     return jnp.reshape(x, (*x.shape[:batch], math.prod(shape)))
 
 

@@ -73,7 +73,9 @@ class Network(nnx.Module):
         solutions, pullbacks = [], []
         for part, given in self._parts(**options):
             if given is None:
-                y, pull = jax.vjp(lambda y, part=part: nnx.clone(part)(y), y)  # the part stays as it is
+                y, pull = jax.vjp(
+                    lambda y, part=part: nnx.clone(part)(y), y
+                )  # the part stays as it is
                 pullbacks.append(lambda ct, pull=pull: (pull(ct)[0], None))
                 continue
             solution, pull = part.solve_vjp(y, **given)
@@ -102,7 +104,9 @@ class Network(nnx.Module):
             if not hasattr(part, "solve"):
                 yield part, None
                 continue
-            exact = getattr(getattr(part, "solver", None), "exact", False)  # None and a Network are not
+            exact = getattr(
+                getattr(part, "solver", None), "exact", False
+            )  # None and a Network are not
             options = {} if exact else {"solver": solver, "adjoint_solver": adjoint_solver}
             options |= {} if shared is None else {"shared": shared}
             yield part, options | ({} if key is None else {"key": jax.random.fold_in(key, number)})
@@ -119,9 +123,14 @@ def _combined(y: State, solutions: Sequence[Solution]) -> Solution:
 
 def _combined_stats(stats: Sequence[Stats]) -> Stats:
     length = max(len(s.residual_norms) for s in stats)
-    padded = [s._replace(residual_norms=jnp.pad(s.residual_norms, (0, length - len(s.residual_norms)))) for s in stats]
+    padded = [
+        s._replace(residual_norms=jnp.pad(s.residual_norms, (0, length - len(s.residual_norms))))
+        for s in stats
+    ]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *padded)
-    add, largest = (functools.partial(jax.tree.map, functools.partial(f, axis=0)) for f in (jnp.sum, jnp.max))
+    add, largest = (
+        functools.partial(jax.tree.map, functools.partial(f, axis=0)) for f in (jnp.sum, jnp.max)
+    )
     return combined_stats(stacked, add, largest)
 
 

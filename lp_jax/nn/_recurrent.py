@@ -55,7 +55,13 @@ class GRUStep:
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=6)
 def _unit(
-    h: jax.Array, r: jax.Array, z: jax.Array, xn: jax.Array, hn: jax.Array, dt: jax.Array, implicit: bool
+    h: jax.Array,
+    r: jax.Array,
+    z: jax.Array,
+    xn: jax.Array,
+    hn: jax.Array,
+    dt: jax.Array,
+    implicit: bool,
 ) -> jax.Array:
     """Return a unit's new state. The gradient repeats this, which costs less than keeping its intermediate values."""
     n = jnp.tanh(xn + nnx.sigmoid(r) * hn)
@@ -131,10 +137,17 @@ class GRU(Solved):
         def linear(inputs: int) -> nnx.Linear:
             uniform = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
             return nnx.Linear(
-                inputs, 3 * hidden, kernel_init=uniform, bias_init=uniform, param_dtype=param_dtype, rngs=rngs
+                inputs,
+                3 * hidden,
+                kernel_init=uniform,
+                bias_init=uniform,
+                param_dtype=param_dtype,
+                rngs=rngs,
             )
 
-        self.inputs = nnx.List([linear(features if number == 0 else hidden) for number in range(units)])
+        self.inputs = nnx.List(
+            [linear(features if number == 0 else hidden) for number in range(units)]
+        )
         self.recurrent = nnx.List([linear(hidden) for _ in range(units)])
 
     def problem(self, x: jax.Array | tuple[jax.Array, jax.Array]) -> Problem:
@@ -149,15 +162,20 @@ class GRU(Solved):
         """
         x, lengths = x if isinstance(x, tuple) else (x, None)
         (first, *between), recurrent = (
-            list(nnx.to_pure_dict(nnx.state(parts)).values()) for parts in (self.inputs, self.recurrent)
+            list(nnx.to_pure_dict(nnx.state(parts)).values())
+            for parts in (self.inputs, self.recurrent)
         )
         in_time = self.time_first(x, len(first["kernel"]))
         active = None
         if lengths is not None:
             if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
                 got = f"{lengths.dtype}{list(lengths.shape)}"
-                raise ValueError(f"lengths must be {len(x)} integers, one for each sequence; got {got}.")
-            active = self.comm.share(jnp.arange(x.shape[1])[:, None] < lengths[None], self.placing_solvers())
+                raise ValueError(
+                    f"lengths must be {len(x)} integers, one for each sequence; got {got}."
+                )
+            active = self.comm.share(
+                jnp.arange(x.shape[1])[:, None] < lengths[None], self.placing_solvers()
+            )
         zeros = jnp.zeros((len(x), self.hidden), x.dtype)
         return Problem(
             GRUStep(self.implicit),

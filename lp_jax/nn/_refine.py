@@ -50,14 +50,18 @@ def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
     if not isinstance(layers, LayerParallel):
         return _refined(layers, np.arange(number + 1.0), factor, how)
     if how == "zeros" and layers.weights is not None:
-        raise ValueError('how="zeros" puts layers between others, and a trunk with a Spline has none; take "constant".')
+        raise ValueError(
+            'how="zeros" puts layers between others, and a trunk with a Spline has none; take "constant".'
+        )
     times = _times(staying(layers, factor * number, how))
     if how == "zeros":
         new = np.concatenate([times[:1], times[0] + np.cumsum(np.repeat(np.diff(times), factor))])
     else:
         new = _subdivided(times, factor)
     change = functools.partial(_refined, times=times, factor=factor)
-    return _replaced(layers, functools.partial(change, how=how), functools.partial(change, how="constant"), new)
+    return _replaced(
+        layers, functools.partial(change, how=how), functools.partial(change, how="constant"), new
+    )
 
 
 def coarsen(layers: PyTree, factor: int = 2) -> PyTree:
@@ -75,7 +79,9 @@ def coarsen(layers: PyTree, factor: int = 2) -> PyTree:
     _check.integer("factor", factor, least=1)
     number = _count(layers, "coarsen")
     if number % factor:
-        raise ValueError(f"factor must divide the number of layers; got {factor} and {number} layers.")
+        raise ValueError(
+            f"factor must divide the number of layers; got {factor} and {number} layers."
+        )
 
     def means(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: jnp.mean(x.reshape(-1, factor, *x.shape[1:]), axis=1), tree)
@@ -103,7 +109,10 @@ def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerPa
 
 
 def _replaced(
-    trunk: LayerParallel, of_params: Callable[[PyTree], PyTree], of_stats: Callable[[PyTree], PyTree], times: np.ndarray
+    trunk: LayerParallel,
+    of_params: Callable[[PyTree], PyTree],
+    of_stats: Callable[[PyTree], PyTree],
+    times: np.ndarray,
 ) -> LayerParallel:
     """Return a trunk with other layers and the given times between them."""
     comm = trunk.comm
@@ -119,7 +128,11 @@ def _replaced(
 
 def _times(trunk: LayerParallel) -> np.ndarray:
     """Return the times between the layers, including both ends."""
-    return np.asarray(trunk.t1) if np.ndim(trunk.t1) else np.linspace(trunk.t0, trunk.t1, trunk.num_layers + 1)
+    return (
+        np.asarray(trunk.t1)
+        if np.ndim(trunk.t1)
+        else np.linspace(trunk.t0, trunk.t1, trunk.num_layers + 1)
+    )
 
 
 def _count(layers: PyTree, what: str) -> int:
@@ -137,7 +150,9 @@ def _count(layers: PyTree, what: str) -> int:
 def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
     """Return stacked leaves for ``factor`` times as many layers; ``times`` are the times between the old layers."""
     if how == "zeros":
-        return jax.tree.map(lambda x: jnp.zeros((factor * len(x), *x.shape[1:]), x.dtype).at[::factor].set(x), tree)
+        return jax.tree.map(
+            lambda x: jnp.zeros((factor * len(x), *x.shape[1:]), x.dtype).at[::factor].set(x), tree
+        )
     if how == "constant" or len(times) == 2:
         return jax.tree.map(lambda x: jnp.repeat(x, factor, axis=0), tree)
     old, new = midpoints(times), midpoints(_subdivided(times, factor))
@@ -153,4 +168,6 @@ def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
 
 def _subdivided(times: np.ndarray, factor: int) -> np.ndarray:
     """Return ``times`` and those that cut each interval between them into ``factor`` equal parts."""
-    return np.interp(np.arange(factor * (len(times) - 1) + 1) / factor, np.arange(len(times)), times)
+    return np.interp(
+        np.arange(factor * (len(times) - 1) + 1) / factor, np.arange(len(times)), times
+    )

@@ -25,7 +25,9 @@ class Solved(nnx.Module, abc.ABC):
     solver: Any  # a `Solver`; None for the default
     adjoint_solver: Any  # a `Solver`; None for the settings of ``solver``
 
-    def __init__(self, solver: Solver | None, adjoint_solver: Solver | None, comm: Comm | Mesh | None):
+    def __init__(
+        self, solver: Solver | None, adjoint_solver: Solver | None, comm: Comm | Mesh | None
+    ):
         _inputs.solvers(optional=True, solver=solver, adjoint_solver=adjoint_solver)
         for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
             # NNX metadata; tolerances as Python floats, as arrays would be state of the model
@@ -55,16 +57,24 @@ class Solved(nnx.Module, abc.ABC):
         ``solver=lp_jax.Serial()`` gives the exact states and the exact gradient.
         """
         problem = self.problem(*inputs, **named)
-        return problem.solve(**self._solvers(solver, adjoint_solver), guess=guess, adjoint_guess=adjoint_guess)
+        return problem.solve(
+            **self._solvers(solver, adjoint_solver), guess=guess, adjoint_guess=adjoint_guess
+        )
 
     def solve_vjp(
-        self, *inputs: Any, solver: Solver | None = None, adjoint_solver: Solver | None = None, **named: Any
+        self,
+        *inputs: Any,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+        **named: Any,
     ) -> tuple[Solution, Callable[[State], tuple[State, Stats]]]:
         """Return the solution of `solve`, and ``pullback(y1_cotangent) -> (y0_cotangent, adjoint_stats)``.
 
         Running statistics are not updated.
         """
-        solution, pullback = self.problem(*inputs, **named).solve_vjp(**self._solvers(solver, adjoint_solver))
+        solution, pullback = self.problem(*inputs, **named).solve_vjp(
+            **self._solvers(solver, adjoint_solver)
+        )
 
         def pull(cotangent: State) -> tuple[State, Stats]:
             gradients, stats = pullback(cotangent)
@@ -88,19 +98,29 @@ class Solved(nnx.Module, abc.ABC):
         """Return sequences ``(batch, time, features)`` as ``(time, batch, features)``, the times of this worker."""
         if x.ndim != 3 or x.shape[-1] != features:
             name, wanted = type(self).__name__, f"(batch, time, {features})"
-            raise ValueError(f"{name} takes sequences of {features} features, {wanted}; got {x.shape}.")
+            raise ValueError(
+                f"{name} takes sequences of {features} features, {wanted}; got {x.shape}."
+            )
         return self.comm.share(self.comm.replicate(jnp.swapaxes(x, 0, 1)), self.placing_solvers())
 
 
-def combined_stats(stats: Stats, add: Callable[[PyTree], PyTree], largest: Callable[[PyTree], PyTree]) -> Stats:
+def combined_stats(
+    stats: Stats, add: Callable[[PyTree], PyTree], largest: Callable[[PyTree], PyTree]
+) -> Stats:
     """Return the stats of several solves as those of one; the norm of an iteration is over all solves that made it.
 
     A norm counts as not measured if one of these solves did not measure its own. ``add`` and ``largest`` reduce over the solves:
     over a leading axis of the stats, or over processes.
     """
     norms = stats.residual_norms
-    made = lax.broadcasted_iota(jnp.int32, norms.shape, norms.ndim - 1) < stats.iterations[..., None]
+    made = (
+        lax.broadcasted_iota(jnp.int32, norms.shape, norms.ndim - 1) < stats.iterations[..., None]
+    )
     lacking = made & (norms < 0)
-    squares, solves, gaps = add((jnp.where(made, norms, 0) ** 2, made.astype(jnp.int32), lacking.astype(jnp.int32)))
+    squares, solves, gaps = add(
+        (jnp.where(made, norms, 0) ** 2, made.astype(jnp.int32), lacking.astype(jnp.int32))
+    )
     iterations, result = largest((stats.iterations, stats.result))
-    return Stats(iterations, jnp.where((solves > 0) & (gaps == 0), jnp.sqrt(squares), NOT_MEASURED), result)
+    return Stats(
+        iterations, jnp.where((solves > 0) & (gaps == 0), jnp.sqrt(squares), NOT_MEASURED), result
+    )

@@ -48,7 +48,13 @@ class TrunkStep:
 
 
 def _call(
-    module: nnx.Module, y: State, layer: Layer, *, data: PyTree, shared: PyTree, key: jax.Array | None = None
+    module: nnx.Module,
+    y: State,
+    layer: Layer,
+    *,
+    data: PyTree,
+    shared: PyTree,
+    key: jax.Array | None = None,
 ) -> State:
     """Call the module with the keywords that it has."""
     signature = inspect.signature(module.__call__)
@@ -61,7 +67,9 @@ def _call(
             "ignore both, with t1 = the number of layers; or stack it by nnx.vmap, apply it with nnx.scan and wrap the function "
             "in lp_jax.nn.parallel."
         ) from None
-    if data is not None and "data" not in keywords and "key" in keywords:  # data are the layers' keys
+    if (
+        data is not None and "data" not in keywords and "key" in keywords
+    ):  # data are the layers' keys
         if key is not None:
             raise ValueError(
                 f"data and key were both given, but {name}.__call__ has no keyword `data`, so both would be its `key`. Leave "
@@ -76,7 +84,9 @@ def _call(
                 f"{argument}=None), or leave {argument} out."
             )
     arguments["index"] = layer.index
-    return module(y, layer.t, layer.dt, **{k: value for k, value in arguments.items() if k in keywords})
+    return module(
+        y, layer.t, layer.dt, **{k: value for k, value in arguments.items() if k in keywords}
+    )
 
 
 def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[ModuleStep, PyTree]:
@@ -133,14 +143,18 @@ def stacked_module(
     """
     num_layers = _check.integer("num_layers", num_layers, least=1)
     if not isinstance(rngs, nnx.Rngs):
-        raise TypeError(f"rngs must be an nnx.Rngs, like nnx.Rngs(0); got {rngs!r} ({type(rngs).__name__}).")
+        raise TypeError(
+            f"rngs must be an nnx.Rngs, like nnx.Rngs(0); got {rngs!r} ({type(rngs).__name__})."
+        )
 
     graphdefs = []
 
     def make(key: jax.Array) -> PyTree:
         module = make_module(nnx.Rngs(key))
         if not isinstance(module, nnx.Module):
-            raise TypeError(f"make_module(rngs) must build an nnx.Module; got {type(module).__name__}.")
+            raise TypeError(
+                f"make_module(rngs) must build an nnx.Module; got {type(module).__name__}."
+            )
         if others := nnx.to_flat_state(nnx.state(module, nnx.Not(holds))):
             raise ValueError(_state_refused(module, others))
         # Split here: a module that leaves vmap as a pytree no longer knows which of its parameters are the same one.
@@ -161,7 +175,9 @@ def stacked_module(
 def trunk_step(module: nnx.Module) -> tuple[TrunkStep, PyTree, PyTree]:
     """Return a stacked module as a pure step, its parameters and its running statistics."""
     graphdef, state = nnx.split(module)
-    params, stats = (nnx.to_pure_dict(nnx.filter_state(state, kind)) for kind in (nnx.Param, nnx.BatchStat))
+    params, stats = (
+        nnx.to_pure_dict(nnx.filter_state(state, kind)) for kind in (nnx.Param, nnx.BatchStat)
+    )
     updates = any(  # in eval() mode a call changes no running statistics
         not getattr(part, "use_running_average", False)
         for _, part in nnx.iter_modules(module)
@@ -172,13 +188,19 @@ def trunk_step(module: nnx.Module) -> tuple[TrunkStep, PyTree, PyTree]:
 
 def _state_refused(module: nnx.Module, others: Sequence[tuple[PyTree, object]]) -> str:
     """Say why a layer may not have these variables, and what to do instead."""
-    listed = ", ".join(f"{'.'.join(map(str, path))} ({type(value).__name__})" for path, value in others)
+    listed = ", ".join(
+        f"{'.'.join(map(str, path))} ({type(value).__name__})" for path, value in others
+    )
     instead = {
         nnx.BatchStat: "use nn.LayerParallel without a spline, which carries running statistics, or nnx.LayerNorm",
         nnx.RngState: "build nnx.Dropout(rate) without rngs, let __call__ accept a keyword `key`, and pass "
         "data=jax.random.split(key, num_layers)",
     }
-    advice = [text for kind, text in instead.items() if any(isinstance(value, kind) for _, value in others)]
+    advice = [
+        text
+        for kind, text in instead.items()
+        if any(isinstance(value, kind) for _, value in others)
+    ]
     return (
         f"{type(module).__name__} holds more than nnx.Param: {listed}. A layer is evaluated several times per solve, so it must "
         f"be a pure function of its parameters: {'; '.join(advice) or 'make it an nnx.Param, or compute it in __call__'}."

@@ -39,7 +39,15 @@ Norm: TypeAlias = Callable[[int], nnx.LayerNorm]
 class Attention(nnx.Module):
     """Multi-head attention of a normalised state to itself or to a memory, with query, key and value in one product."""
 
-    def __init__(self, width: int, heads: int, norm: Norm, linear: Linear, projection: Linear, cross: bool = False):
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        norm: Norm,
+        linear: Linear,
+        projection: Linear,
+        cross: bool = False,
+    ):
         if width % _check.integer("heads", heads, least=1):
             raise ValueError(f"heads must divide the width, {width}; got {heads}.")
         self.heads = heads
@@ -52,7 +60,12 @@ class Attention(nnx.Module):
         self.out = projection(width, width)
 
     def __call__(
-        self, y: jax.Array, memory: jax.Array | None = None, *, mask: jax.Array | None = None, causal: bool = False
+        self,
+        y: jax.Array,
+        memory: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        causal: bool = False,
     ) -> jax.Array:
         """Return the term to add to the state; ``mask`` is of the memory if there is one, ``(batch, other length)``."""
         if memory is None:
@@ -108,7 +121,9 @@ class TransformerLayer(nnx.Module):
         self.feed_forward = FeedForward(width, hidden or 4 * width, *make)
         self.dropout = nnx.Dropout(dropout)
 
-    def encoder_rhs(self, y: jax.Array, mask: Mask, key: jax.Array | None, *, causal: bool = False) -> jax.Array:
+    def encoder_rhs(
+        self, y: jax.Array, mask: Mask, key: jax.Array | None, *, causal: bool = False
+    ) -> jax.Array:
         keys = split_key(key, 2)
         attended = self.dropout(self.attention(y, mask=mask, causal=causal), rngs=keys[0])
         return attended + self.dropout(self.feed_forward(y + attended), rngs=keys[1])
@@ -135,7 +150,11 @@ def _attend_in_double(
     visible = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
     if is_causal:
         visible = visible & jnp.tri(q.shape[1], k.shape[1], dtype=bool)[None, None]
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min)), v)
+    return jnp.einsum(
+        "bhqk,bkhd->bqhd",
+        jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min)),
+        v,
+    )
 
 
 class EncoderLayer(TransformerLayer):
@@ -172,7 +191,13 @@ class EncoderLayer(TransformerLayer):
         self.causal = causal
 
     def __call__(
-        self, y: jax.Array, t: jax.Array, dt: jax.Array, *, shared: Mask = None, key: jax.Array | None = None
+        self,
+        y: jax.Array,
+        t: jax.Array,
+        dt: jax.Array,
+        *,
+        shared: Mask = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         return y + dt * self.encoder_rhs(y, shared, key, causal=self.causal)
 

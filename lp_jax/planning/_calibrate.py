@@ -52,7 +52,9 @@ def calibrate(problem: Problem, *, newton: bool = False, name: str = "") -> Mach
 def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
     """Return the machine of `calibrate`. What the deadline leaves out is estimated, relative to serial propagation."""
     if problem.comm != OneDevice():
-        raise ValueError("calibrate got a problem with a comm; it measures one device. Leave the comm out.")
+        raise ValueError(
+            "calibrate got a problem with a comm; it measures one device. Leave the comm out."
+        )
     guess, timed = estimate(problem), problem
     if guess.at_once == (1,):
         enough = math.ceil(_ENOUGH / sum(guess.per_layer))
@@ -65,12 +67,18 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
     for size in guess.at_once[:0:-1]:
         if deadline.allows("sweeps"):
             parts = min(_CHUNKS, problem.layers // size)
-            sweeps[size] = [seconds / parts for seconds in _measure.sweep(_first(problem, parts * size), size)]
+            sweeps[size] = [
+                seconds / parts for seconds in _measure.sweep(_first(problem, parts * size), size)
+            ]
     if not sweeps:
         ratios = np.divide(guess.forward[1:], guess.forward[0]).tolist()
-        sweeps = {size: [x * r for x in single] for size, r in zip(guess.at_once[1:], ratios, strict=True)}
+        sweeps = {
+            size: [x * r for x in single] for size, r in zip(guess.at_once[1:], ratios, strict=True)
+        }
     rows = dict(sorted({1: single, **sweeps}.items()))
-    times: dict[str, Any] = dict(zip(("forward", "adjoint", "gradient"), zip(*rows.values(), strict=True), strict=True))
+    times: dict[str, Any] = dict(
+        zip(("forward", "adjoint", "gradient"), zip(*rows.values(), strict=True), strict=True)
+    )
     overhead = guess.overhead
     quarter = few(timed, max(2, guess.examples // 4))
     share = examples_of(quarter.y0) / guess.examples
@@ -79,7 +87,11 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
         overhead = min(1.0, max(0.0, (ratio - share) / (1 - share)))
     iterations: list[float] = []
     if newton and deadline.allows("Newton's method"):
-        solver, last, slow = Newton(iterations=ITERATIONS, batch_axes=1), 1, problem.layers * (forward + backward)
+        solver, last, slow = (
+            Newton(iterations=ITERATIONS, batch_axes=1),
+            1,
+            problem.layers * (forward + backward),
+        )
         for size in rows:
             if not iterations:
                 iterations.append(_measure.iteration(_first(problem, 2), solver) / 2)
@@ -88,7 +100,9 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
             else:  # slower than serial propagation through all layers, or time is over
                 iterations.append(iterations[-1] * size / last)
             last = size
-    return dataclasses.replace(guess, at_once=tuple(rows), **times, newton=tuple(iterations) or None, overhead=overhead)
+    return dataclasses.replace(
+        guess, at_once=tuple(rows), **times, newton=tuple(iterations) or None, overhead=overhead
+    )
 
 
 def _first(problem: Problem, layers: int) -> Problem:
@@ -98,7 +112,9 @@ def _first(problem: Problem, layers: int) -> Problem:
     return dataclasses.replace(problem, params=params, data=data, t1=times[: layers + 1])
 
 
-def interconnect(comm: Comm | Mesh, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)) -> dict[str, float]:
+def interconnect(
+    comm: Comm | Mesh, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)
+) -> dict[str, float]:
     """Measure messages between workers, by sweeps over a chain that computes almost nothing.
 
     Returns two fields of a `Machine`. The same sweep on one worker is subtracted. What is left are a state to the neighbour,
@@ -106,7 +122,9 @@ def interconnect(comm: Comm | Mesh, *, sizes: tuple[int, int] = (1 << 8, 1 << 22
     """
     comm = _inputs.comm(comm)
     if comm.size == 1:
-        raise ValueError("interconnect got a comm of one worker, which has nobody to send to; give one of several.")
+        raise ValueError(
+            "interconnect got a comm of one worker, which has nobody to send to; give one of several."
+        )
     solver = Picard(sweeps=17)
 
     def sweep(comm: Comm, size: int) -> float:

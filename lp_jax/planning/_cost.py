@@ -45,7 +45,13 @@ class Cost(NamedTuple):
 
 
 def predict(
-    solver: Solver, adjoint_solver: Solver, layers: int, machine: Machine, *, workers: int = 1, data_workers: int = 1
+    solver: Solver,
+    adjoint_solver: Solver,
+    layers: int,
+    machine: Machine,
+    *,
+    workers: int = 1,
+    data_workers: int = 1,
 ) -> Cost:
     """Predict time and memory of a training step, value and gradient, on ``data_workers`` times ``workers`` devices.
 
@@ -67,17 +73,23 @@ def predict(
         (219, 4)
     """
     if data_workers > machine.examples:
-        raise ValueError(f"data_workers={data_workers} is more than the {machine.examples} examples.")
+        raise ValueError(
+            f"data_workers={data_workers} is more than the {machine.examples} examples."
+        )
     machine = machine.divided(data_workers)
     resolved, parameters = solver.resolve(layers), math.ceil(layers / workers) * machine.layer_bytes
     evaluations, schedule = 0.0, Schedule()
     for each, adjoint in ((solver, False), (adjoint_solver, True)):
         kept = resolved.keeps_states
-        work = count(each, layers, workers=workers, at_once=machine.at_once[-1], kept=kept, adjoint=adjoint)
+        work = count(
+            each, layers, workers=workers, at_once=machine.at_once[-1], kept=kept, adjoint=adjoint
+        )
         relaxes = each.resolve(layers).stride(layers) > 1
         for (kind, size), number in work.batches.items():
             faster = relaxes and size > 1 and kind in ("forward", "linearise", "adjoint")
-            evaluations += number * machine.seconds(kind, size) * (machine.relaxation if faster else 1.0)
+            evaluations += (
+                number * machine.seconds(kind, size) * (machine.relaxation if faster else 1.0)
+            )
         schedule += work
     message = machine.message(machine.state_bytes)
     hops = (data_workers - 1).bit_length()
@@ -85,7 +97,8 @@ def predict(
         evaluations=evaluations,
         messages=schedule.states * message,
         reductions=schedule.reductions * (workers - 1).bit_length() * message,
-        gradients=2 * hops * machine.latency + 2 * (data_workers - 1) / data_workers * parameters / machine.bandwidth,
+        gradients=2 * hops * machine.latency
+        + 2 * (data_workers - 1) / data_workers * parameters / machine.bandwidth,
         parameters=2 * parameters,
         **dict(zip(("kept", "working"), held(resolved, machine, layers, workers), strict=True)),
     )

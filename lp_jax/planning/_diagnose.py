@@ -21,7 +21,16 @@ from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax._solvers._sweeps import Picard
-from lp_jax.planning._measure import arrays, as_pair, compile_fast, examples_of, few, require, small, solving
+from lp_jax.planning._measure import (
+    arrays,
+    as_pair,
+    compile_fast,
+    examples_of,
+    few,
+    require,
+    small,
+    solving,
+)
 from lp_jax.planning._words import align, code, numbered
 
 _LARGEST = 700.0  # of an exponent
@@ -73,7 +82,13 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """Whether the chain forgets a small disturbance, keeps it (a factor of 0.1 to 10) or amplifies it; who converges."""
-        kind = "forgets" if self.growth <= 0.1 else "keeps disturbances" if self.growth <= 10 else "amplifies"
+        kind = (
+            "forgets"
+            if self.growth <= 0.1
+            else "keeps disturbances"
+            if self.growth <= 10
+            else "amplifies"
+        )
         growth = f"{self.growth:.1f}" if 0.1 <= self.growth < 100 else f"{self.growth:.1e}"
         text = f"This chain {kind}: a disturbance is {growth} times as large after the last layer."
         good, bad = (
@@ -82,7 +97,9 @@ class Diagnosis:
         )
         if bad and not good:
             return f"{text} No rehearsed solver converges: take Serial()."
-        return text + (f" Converges: {good}." if good else "") + (f" Does not: {bad}." if bad else "")
+        return (
+            text + (f" Converges: {good}." if good else "") + (f" Does not: {bad}." if bad else "")
+        )
 
     def __str__(self) -> str:
         lines = [
@@ -141,13 +158,25 @@ def diagnose(
     _check.integer("examples", examples, least=1)
     problem = few(problem.replace(comm=None), examples)
     if cotangent is not None:
-        cotangent = jax.tree.map(lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0)
+        cotangent = jax.tree.map(
+            lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0
+        )
     if solvers is None:  # with fewer iterations than layers, so that none is exact
         most = max(1, min(_MOST, problem.layers - 1))
-        both = Picard(sweeps=most, rtol=1e-3, fallback=True), MGRIT(iterations=most, rtol=1e-3, fallback=True)
+        both = (
+            Picard(sweeps=most, rtol=1e-3, fallback=True),
+            MGRIT(iterations=most, rtol=1e-3, fallback=True),
+        )
         pairs: list[Pair] = [(solver, dataclasses.replace(solver, rtol=1e-2)) for solver in both]
-        if small(problem.y0):  # a residual of Newton's method may rise on the way: it does not give up
-            pairs.append((Newton(iterations=most, rtol=1e-3, batch_axes=1), Newton(iterations=1, batch_axes=1)))
+        if small(
+            problem.y0
+        ):  # a residual of Newton's method may rise on the way: it does not give up
+            pairs.append(
+                (
+                    Newton(iterations=most, rtol=1e-3, batch_axes=1),
+                    Newton(iterations=1, batch_axes=1),
+                )
+            )
     else:
         pairs = list(map(as_pair, solvers))
     lipschitz, lyapunov = _numbers(problem)
@@ -156,7 +185,9 @@ def diagnose(
         _, stats, adjoint = solving(problem, fast=True)(*pair, cotangent)
         reached = map(int, (stats.iterations, adjoint.iterations, stats.result, adjoint.result))
         rehearsals.append(Rehearsal(*pair, *reached))
-    return Diagnosis(problem.layers, examples_of(problem.y0), lipschitz, lyapunov, tuple(rehearsals))
+    return Diagnosis(
+        problem.layers, examples_of(problem.y0), lipschitz, lyapunov, tuple(rehearsals)
+    )
 
 
 def _numbers(problem: Problem) -> tuple[float, float]:
@@ -169,7 +200,9 @@ def _numbers(problem: Problem) -> tuple[float, float]:
         step, shared = chain.step(0), chain.shared
 
         def transposed(y: State, x: Slices) -> Callable[[State], State]:
-            pull = jax.vjp(lambda y: step(y, x, shared), y)[1]  # a custom derivative may have no forward mode
+            pull = jax.vjp(lambda y: step(y, x, shared), y)[
+                1
+            ]  # a custom derivative may have no forward mode
             return lambda w: pull(w)[0]
 
         def norm(y: State, x: Slices, w: State) -> jax.Array:
@@ -185,7 +218,9 @@ def _numbers(problem: Problem) -> tuple[float, float]:
 
         _, entering = lax.scan(lambda y, x: (step(y, x, shared), y), chain.y0, chain.slices)
         key = jax.random.split(jax.random.key(0), 1)[0]
-        start, _ = _normal(jax.tree.map(lambda x: jax.random.normal(key, x.shape, x.dtype), chain.y0))
+        start, _ = _normal(
+            jax.tree.map(lambda x: jax.random.normal(key, x.shape, x.dtype), chain.y0)
+        )
         layers = entering, chain.slices
         sizes = lax.scan(lambda w, at: _normal(transposed(*at)(w)), start, layers, reverse=True)[1]
         return jnp.sum(jax.vmap(norm, (0, 0, None))(*layers, start)), jnp.mean(jnp.log(sizes))

@@ -50,7 +50,9 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
         known = program.workers.processor if device is None else named(device)
         layer, layers, y = program.traced.footprint, program.workers.layers, operands.y0
         first = _tree.entry_like(operands.slices)
-        kept = jax.eval_shape(program.chain(*operands[:3]).linearised.evaluate, y, first, operands.shared)[2]
+        kept = jax.eval_shape(
+            program.chain(*operands[:3]).linearised.evaluate, y, first, operands.shared
+        )[2]
         most = known.at_once(layer, layers)
         sizes = sorted({max(2, most // part) for part in (64, 8, 1)}) if most > 1 else []
         batches = [known.batch(layer, size) for size in sizes]
@@ -59,7 +61,9 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
         forward, backward = (seconds / layers for seconds in known.serial(layer, layers))
         examples, newton = examples_of(y), None
         if small(y):
-            jacobians = known.jacobians(examples, sum(x.size for x in jax.tree.leaves(y)) // examples)
+            jacobians = known.jacobians(
+                examples, sum(x.size for x in jax.tree.leaves(y)) // examples
+            )
             started = known.launch * OF_NEWTON
             evaluations = zip((1, *sizes), (forward, *batches), strict=True)
             newton = tuple(started + seconds + size * jacobians for size, seconds in evaluations)
@@ -75,7 +79,8 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
             newton=newton,
             relaxation=(batches[-1] - known.launch * OF_A_SUM) / sweeps[-1] if sizes else 1.0,
             examples=examples,
-            overhead=fixed / whole,  # kernels start, and parameters are read, for any number of examples
+            overhead=fixed
+            / whole,  # kernels start, and parameters are read, for any number of examples
             state_bytes=_tree.nbytes(y),
             kept_bytes=_tree.nbytes(kept),
             layer_bytes=_tree.nbytes(first.params),

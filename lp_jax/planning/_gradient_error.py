@@ -23,7 +23,9 @@ from lp_jax.planning._words import code, iteration_name, numbered
 def inner_products(g: jax.Array, e: jax.Array) -> jax.Array:
     """Return ``|g - e|^2, |g|^2, |e|^2`` and ``(g, e)`` of two arrays. Those of further arrays, or ranks, are added to them."""
     g, e = _tree.wide((g, e))
-    return jnp.stack([jnp.sum(jnp.real(jnp.conj(a) * b)) for a, b in ((g - e, g - e), (g, g), (e, e), (g, e))])
+    return jnp.stack(
+        [jnp.sum(jnp.real(jnp.conj(a) * b)) for a, b in ((g - e, g - e), (g, g), (e, e), (g, e))]
+    )
 
 
 def relative_error(products: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -54,13 +56,20 @@ class GradientErrors(NamedTuple):
     relative: float  # ``|g - e| / |e|``, in the 2-norm
     cosine: float  # of the angle between g and e
     leaves: dict[str, float]  # relative error of each leaf, by its path
-    solves: tuple[Solved, ...]  # the solves inside, one row for each direction, solver and number of layers
+    solves: tuple[
+        Solved, ...
+    ]  # the solves inside, one row for each direction, solver and number of layers
     seconds: float  # of a value and gradient, the median of several
     exact_seconds: float  # of one with serial propagation, measured in turn with the other
 
     def __str__(self) -> str:
-        own, exact = (f"{t * 1e3:.3g} ms" if t < 1 else f"{t:.3g} s" for t in (self.seconds, self.exact_seconds))
-        lines = [f"gradient error {self.relative:.1e}, cosine {self.cosine:.6f}; {own}, exactly {exact}"]
+        own, exact = (
+            f"{t * 1e3:.3g} ms" if t < 1 else f"{t:.3g} s"
+            for t in (self.seconds, self.exact_seconds)
+        )
+        lines = [
+            f"gradient error {self.relative:.1e}, cosine {self.cosine:.6f}; {own}, exactly {exact}"
+        ]
         for name, error in sorted(self.leaves.items(), key=lambda item: -item[1])[:_SHOWN]:
             lines.append(f"  {name or 'the argument'}: {error:.1e}")
         if len(self.leaves) > _SHOWN:
@@ -68,8 +77,12 @@ class GradientErrors(NamedTuple):
         for s in self.solves:
             times = f"{s.solves} solves, " if s.solves > 1 else ""
             residual = "" if math.isnan(s.residual) else f", residual {s.residual:.1e} of the first"
-            taken = "" if s.result == SERIAL else f"{numbered(s.iterations, s.iteration)}{residual}; "
-            lines.append(f"  {s.direction}, {s.layers} layers: {times}{taken}{RESULTS[s.result].partition('.')[0]}")
+            taken = (
+                "" if s.result == SERIAL else f"{numbered(s.iterations, s.iteration)}{residual}; "
+            )
+            lines.append(
+                f"  {s.direction}, {s.layers} layers: {times}{taken}{RESULTS[s.result].partition('.')[0]}"
+            )
         if not self.solves:
             lines.append("  no iterative solve of lp_jax inside: this gradient is exact")
         return "\n".join(lines)
@@ -132,7 +145,9 @@ def compare(
     """
     if not callable(loss):
         raise TypeError(f"loss must be a function, as for jax.grad; got {loss!r}.")
-    named = solvers if isinstance(solvers, Mapping) else {code(solver): solver for solver in solvers}
+    named = (
+        solvers if isinstance(solvers, Mapping) else {code(solver): solver for solver in solvers}
+    )
     pairs = {name: None if pair is None else as_pair(pair) for name, pair in named.items()}
 
     def compiled(what: Asked) -> Callable[..., PyTree]:
@@ -152,18 +167,27 @@ def compare(
         for name, pair in pairs.items():
             gradient, reports = compiled(Asked(pair)), list[tuple[str, Solver, int, Stats]]()
             got = jax.device_get(gradient(*args))
-            listening = Asked(pair, lambda *solve, to=reports: lambda stats: to.append((*solve, stats)))
+            listening = Asked(
+                pair, lambda *solve, to=reports: lambda stats: to.append((*solve, stats))
+            )
             jax.block_until_ready(compiled(listening)(*args))
             jax.effects_barrier()
             calls = [functools.partial(program, *args) for program in (gradient, exact)]
             spent = seconds(calls, samples=_SAMPLES, repeats=1)
             leaves = {
                 jax.tree_util.keystr(path): np.asarray(inner_products(g, e), float)
-                for (path, g), e in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
+                for (path, g), e in zip(
+                    jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True
+                )
                 if jnp.issubdtype(g.dtype, jnp.inexact)
             }
-            relative, cosine = map(float, relative_error(jnp.asarray(sum(leaves.values(), np.zeros(4)))))
-            each = {name: float(relative_error(jnp.asarray(products))[0]) for name, products in leaves.items()}
+            relative, cosine = map(
+                float, relative_error(jnp.asarray(sum(leaves.values(), np.zeros(4))))
+            )
+            each = {
+                name: float(relative_error(jnp.asarray(products))[0])
+                for name, products in leaves.items()
+            }
             errors[name] = GradientErrors(relative, cosine, each, _worst(reports), *spent)
         return errors
 

@@ -57,15 +57,32 @@ class Machine:
     def __post_init__(self) -> None:
         for name in ("at_once", *self.kinds):
             numbers = getattr(self, name)
-            if not (isinstance(numbers, tuple) and numbers and all(_within(x, math.inf) and x > 0 for x in numbers)):
+            if not (
+                isinstance(numbers, tuple)
+                and numbers
+                and all(_within(x, math.inf) and x > 0 for x in numbers)
+            ):
                 raise ValueError(f"{name} must be positive numbers; got {numbers!r}.")
             if len(numbers) != len(self.at_once):
-                raise ValueError(f"{name} needs a time for each number in at_once, {self.at_once}; got {numbers}.")
+                raise ValueError(
+                    f"{name} needs a time for each number in at_once, {self.at_once}; got {numbers}."
+                )
         if list(self.at_once) != sorted(set(self.at_once)):
             raise ValueError(f"at_once must be ascending; got {self.at_once}.")
         _check.integer("examples", self.examples, least=1)
-        for name in ("relaxation", "overhead", "latency", "bandwidth", "state_bytes", "layer_bytes", "kept_bytes"):
-            value, most = getattr(self, name), 1.0 if name in ("relaxation", "overhead") else math.inf
+        for name in (
+            "relaxation",
+            "overhead",
+            "latency",
+            "bandwidth",
+            "state_bytes",
+            "layer_bytes",
+            "kept_bytes",
+        ):
+            value, most = (
+                getattr(self, name),
+                1.0 if name in ("relaxation", "overhead") else math.inf,
+            )
             if not _within(value, most) or (name == "bandwidth" and value == 0):
                 raise ValueError(f"{name} must be a number from 0 to {most:g}; got {value!r}.")
 
@@ -101,7 +118,9 @@ class Machine:
         factor = self.overhead + (1 - self.overhead) / parts
         batches = () if self.at_once == (1,) else self.at_once  # layers one after another stay so
         times = {kind: getattr(self, kind) for kind in self.kinds}
-        divided: dict[str, Any] = {kind: (t[0] * factor, *(t if batches else ())) for kind, t in times.items()}
+        divided: dict[str, Any] = {
+            kind: (t[0] * factor, *(t if batches else ())) for kind, t in times.items()
+        }
         return dataclasses.replace(
             self,
             **divided,
@@ -118,7 +137,9 @@ class Machine:
 
     def save(self, path: Path | str) -> None:
         """Write a JSON file."""
-        text = json.dumps({k: v for k, v in dataclasses.asdict(self).items() if v != math.inf}, indent=1)
+        text = json.dumps(
+            {k: v for k, v in dataclasses.asdict(self).items() if v != math.inf}, indent=1
+        )
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -128,7 +149,9 @@ class Machine:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(stored, dict):
                 raise ValueError("it holds no object")
-            fields: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in stored.items()}
+            fields: dict[str, Any] = {
+                n: tuple(x) if isinstance(x, list) else x for n, x in stored.items()
+            }
             return cls(**fields)
         except (ValueError, TypeError) as error:
             text = str(error).removeprefix("Machine.__init__() ")

@@ -49,7 +49,9 @@ class Deadline:
 def require(problem: Problem) -> None:
     """Refuse anything that is not a problem."""
     if not isinstance(problem, Problem):
-        raise TypeError(f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}.")
+        raise TypeError(
+            f"problem must be a lp_jax.Problem(step, params, y0); got {type(problem).__name__}."
+        )
 
 
 def as_pair(solvers: Solver | Pair | tuple[Solver, None]) -> Pair:
@@ -65,7 +67,10 @@ def compile_fast() -> dict[str, bool | str] | None:
 def small(y0: State) -> bool:
     """Return whether full Jacobians are affordable: examples along the first axis, and few numbers per example."""
     leaves = jax.tree.leaves(y0)
-    return all(x.ndim > 1 for x in leaves) and sum(x.size for x in leaves) // examples_of(y0) <= MOST_NUMBERS
+    return (
+        all(x.ndim > 1 for x in leaves)
+        and sum(x.size for x in leaves) // examples_of(y0) <= MOST_NUMBERS
+    )
 
 
 def examples_of(y0: State) -> int:
@@ -112,7 +117,9 @@ def solving(
     def solved(
         arrays: dict[str, PyTree], solver: Solver, adjoint_solver: Solver, cotangent: State | None
     ) -> tuple[Gradients, Stats, Stats]:
-        solution, pullback = problem.replace(**arrays).solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
+        solution, pullback = problem.replace(**arrays).solve_vjp(
+            solver=solver, adjoint_solver=adjoint_solver
+        )
         gradients, stats = pullback(solution.y1 if cotangent is None else cotangent)
         return gradients, solution.stats, stats
 
@@ -122,20 +129,26 @@ def solving(
 def serial(problem: Problem) -> tuple[float, float]:
     """Seconds of a layer in serial propagation: forward, and the further seconds of the gradient."""
     forward = jax.jit(lambda arrays: problem.replace(**arrays).solve(solver=Serial()).y1)
-    first, whole = seconds([partial(forward, arrays(problem)), partial(solving(problem), Serial(), Serial(), None)])
+    first, whole = seconds(
+        [partial(forward, arrays(problem)), partial(solving(problem), Serial(), Serial(), None)]
+    )
     return first / problem.layers, max(whole - first, _LEAST) / problem.layers
 
 
 def sweep(problem: Problem, at_once: int) -> list[float]:
     """Seconds of a sweep over all layers, ``at_once`` of them at once: forward, adjoint, and gradient."""
     solved = solving(problem)
-    once, often = (Picard(sweeps=ITERATIONS, at_once=at_once, atol=jnp.float32(atol)) for atol in (1e30, -1))
+    once, often = (
+        Picard(sweeps=ITERATIONS, at_once=at_once, atol=jnp.float32(atol)) for atol in (1e30, -1)
+    )
     calls = [partial(solved, *pair, None) for pair in ((once, once), (often, once), (once, often))]
     counts = np.array([[int(stats.iterations) for stats in call()[1:]] for call in calls])
     spent = np.array(seconds(calls))
     forward = (spent[1] - spent[0]) / max(1, counts[1, 0] - counts[0, 0])
     adjoint = (spent[2] - spent[0]) / max(1, counts[2, 1] - counts[0, 1])
-    gradient = spent[0] - counts[0] @ (forward, adjoint) - forward  # a last evaluation is kept for the adjoint
+    gradient = (
+        spent[0] - counts[0] @ (forward, adjoint) - forward
+    )  # a last evaluation is kept for the adjoint
     return [max(float(s), _LEAST) for s in (forward, adjoint, gradient)]
 
 
@@ -154,7 +167,9 @@ def iteration(problem: Problem, solver: Solver, **sampling: int) -> float:
     return max(_LEAST, (often - once) / max(1, many - few))
 
 
-def seconds(calls: Sequence[Callable[[], PyTree]], *, samples: int | None = None, repeats: int = 0) -> list[float]:
+def seconds(
+    calls: Sequence[Callable[[], PyTree]], *, samples: int | None = None, repeats: int = 0
+) -> list[float]:
     """Return the median time of each call, interleaved: of ``samples``, or of 15 that start in 2 s, of 20 ms each."""
     for call in calls:
         jax.block_until_ready(call())  # compiled

@@ -79,17 +79,29 @@ def plan(
     messages: dict[str, Any] = {}
     if there != OneDevice():
         if workers not in (1, there.size):
-            raise ValueError(f"plan got workers={workers} and a comm of {there.size}. Leave workers out.")
+            raise ValueError(
+                f"plan got workers={workers} and a comm of {there.size}. Leave workers out."
+            )
         workers = there.size
         messages = interconnect(there) if workers > 1 else {}
     end, half = Deadline(seconds), Deadline(seconds / 2)
     if machine is None:
         machine = measure(problem, small(problem.y0), half)
     machine, probe = dataclasses.replace(machine, **messages), _probe(problem, cotangent)
-    best = choose(problem.layers, machine, error=error, workers=workers, probe=probe, seconds=end.left, solvers=solvers)
+    best = choose(
+        problem.layers,
+        machine,
+        error=error,
+        workers=workers,
+        probe=probe,
+        seconds=end.left,
+        solvers=solvers,
+    )
     notes = [f"Left out for lack of time: {', '.join(half.left_out)}."] if half.left_out else []
     if not trace(problem, (Picard(),))[0].traced.footprint.counted:
-        notes.append('A layer has a callback, a foreign call or an open loop: at_once="auto" takes one at a time.')
+        notes.append(
+            'A layer has a callback, a foreign call or an open loop: at_once="auto" takes one at a time.'
+        )
     return dataclasses.replace(best, note=" ".join(notes))
 
 
@@ -110,12 +122,16 @@ def choose(
     """
     _check.integer("layers", layers, least=1)
     if not 1 <= workers <= layers:
-        raise ValueError(f"workers must be from 1 to the number of layers, {layers}; got {workers}.")
+        raise ValueError(
+            f"workers must be from 1 to the number of layers, {layers}; got {workers}."
+        )
     if not error > 0:
         raise ValueError(f"error must be a positive number, like 1e-2; got {error}.")
 
     def choice(pair: Pair, probed: Probed | None = None) -> Choice:
-        return Choice(*pair, predict(*fix_iterations(pair, probed), layers, machine, workers=workers), probed)
+        return Choice(
+            *pair, predict(*fix_iterations(pair, probed), layers, machine, workers=workers), probed
+        )
 
     serial = choice(SERIAL)
     choices, deadline, unprobed = [serial], Deadline(seconds), 0
@@ -124,7 +140,9 @@ def choose(
         """Probe solvers of one program, loosest tolerance first. If compiled in time, it runs until one is exact enough."""
         nonlocal unprobed
         family = [choice(pair) for pair in pairs]
-        limit = min([serial.cost.seconds / WORTH, *(c.cost.seconds for c in choices if c.within(error))])
+        limit = min(
+            [serial.cost.seconds / WORTH, *(c.cost.seconds for c in choices if c.within(error))]
+        )
         faster = any(c.cost.seconds < limit for c in family)
         if probe is None or deadline.left <= 0 or not (anyway or faster):
             choices.extend(family)
@@ -139,8 +157,13 @@ def choose(
     for pair in map(as_pair, solvers):
         look([pair], anyway=True)
     look(_sweeps(Picard), anyway=True)  # slow here, they may be fast on more devices
-    if machine.newton is not None:  # relaxations keep a solver that is good for a new network good for the trained one
-        methods = (Newton(iterations=10, relaxations=16, rtol=rtol, batch_axes=1) for rtol in _TOLERANCES[1:4])
+    if (
+        machine.newton is not None
+    ):  # relaxations keep a solver that is good for a new network good for the trained one
+        methods = (
+            Newton(iterations=10, relaxations=16, rtol=rtol, batch_axes=1)
+            for rtol in _TOLERANCES[1:4]
+        )
         look([(method, method.for_adjoint()) for method in methods])
     only_serial = sum(c.within(error) for c in choices) == 1
     if probe is not None and only_serial and deadline.left > 0:
@@ -185,15 +208,21 @@ def _probe(problem: Problem, cotangent: State | None) -> Probe:
     def gradient(solver: Solver, adjoint_solver: Solver) -> tuple[list[jax.Array], Stats, Stats]:
         gradients, stats, adjoint_stats = solved(solver, adjoint_solver, cotangent)
         trees = (gradients.params, gradients.shared), gradients.y0
-        leaves, initial = ([x for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0] for tree in trees)
+        leaves, initial = (
+            [x for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0] for tree in trees
+        )
         return leaves or initial, stats, adjoint_stats
 
     exact = functools.cache(lambda: gradient(*SERIAL)[0])
-    distance = jax.jit(lambda g, e: relative_error(functools.reduce(jnp.add, map(inner_products, g, e)))[0])
+    distance = jax.jit(
+        lambda g, e: relative_error(functools.reduce(jnp.add, map(inner_products, g, e)))[0]
+    )
 
     def probe(solver: Solver, adjoint_solver: Solver) -> Probed:
         wanted = exact()
         leaves, stats, adjoint_stats = gradient(solver, adjoint_solver)
-        return Probed(float(distance(leaves, wanted)), int(stats.iterations), int(adjoint_stats.iterations))
+        return Probed(
+            float(distance(leaves, wanted)), int(stats.iterations), int(adjoint_stats.iterations)
+        )
 
     return probe

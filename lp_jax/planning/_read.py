@@ -21,11 +21,18 @@ from lp_jax._solvers._sweeps import Picard
 from lp_jax.planning._estimate import assume
 from lp_jax.planning._work import Event, Schedule, batches
 
-_STATE, _HIDDEN, _MESSAGE, _REDUCTION = 3, 5, 7, 11  # terms of the sums in products of each kind; in a gradient it is 1
+_STATE, _HIDDEN, _MESSAGE, _REDUCTION = (
+    3,
+    5,
+    7,
+    11,
+)  # terms of the sums in products of each kind; in a gradient it is 1
 
 
 @functools.lru_cache(maxsize=1024)
-def read(solver: Solver, layers: int, *, workers: int, at_once: float, kept: bool, adjoint: bool) -> Schedule:
+def read(
+    solver: Solver, layers: int, *, workers: int, at_once: float, kept: bool, adjoint: bool
+) -> Schedule:
     """Count the batches and messages of a solve of a model network, on one worker, by the shapes of products in its program.
 
     A layer is a product with a matrix that is not square: its transpose, its gradient and messages have other shapes.
@@ -34,7 +41,11 @@ def read(solver: Solver, layers: int, *, workers: int, at_once: float, kept: boo
     mine = math.ceil(layers / unit / workers) * unit
     held = (mine,) * math.ceil(layers / mine)
     marked = _Counted(sequential="relay", layers=layers, held=held, processor=ACCELERATOR)
-    first = solver if not adjoint or solver.keeps_states == kept else Picard(storage="all" if kept else "states")
+    first = (
+        solver
+        if not adjoint or solver.keeps_states == kept
+        else Picard(storage="all" if kept else "states")
+    )
 
     def prepared(matrices: jax.Array, y0: jax.Array) -> tuple[Program, Arrays]:
         with assume(ACCELERATOR):
@@ -50,13 +61,19 @@ def read(solver: Solver, layers: int, *, workers: int, at_once: float, kept: boo
         program, arrays = prepared(matrices, y0)
         return program.backward(arrays, left, y0, (), keep=False)
 
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((layers, _HIDDEN, _STATE), (_STATE,))]
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((layers, _HIDDEN, _STATE), (_STATE,))
+    ]
     if adjoint:
         program = live(jax.make_jaxpr(backward)(*shapes, jax.eval_shape(forward, *shapes)[1]).jaxpr)
     else:
         program = live(jax.make_jaxpr(forward)(*shapes).jaxpr)
     events: list[Event] = []
-    for kind, terms in (("linearise" if adjoint else "forward", _STATE), ("adjoint", _HIDDEN), ("gradient", 1)):
+    for kind, terms in (
+        ("linearise" if adjoint else "forward", _STATE),
+        ("adjoint", _HIDDEN),
+        ("gradient", 1),
+    ):
         work = int(cost_of(program, terms).flops / (2 * _STATE * _HIDDEN))
         number = max(int(depth_of(program, terms)), math.ceil(work / mine))
         if number:  # as even as can be

@@ -107,15 +107,23 @@ class Plan:
     @property
     def code(self) -> str:
         """The recommended solvers as arguments of `lp_jax.solve`, to paste."""
-        forward, adjoint = (code(solver, prefix="lp_jax.") for solver in (self.solver, self.adjoint_solver))
+        forward, adjoint = (
+            code(solver, prefix="lp_jax.") for solver in (self.solver, self.adjoint_solver)
+        )
         return f"solver={forward}, adjoint_solver={adjoint}"
 
     @property
     def reason(self) -> str:
         """The reason for this recommendation, in words."""
-        late = f" Left out for lack of time: {numbered(self.unprobed, 'faster solver')}." if self.unprobed else ""
+        late = (
+            f" Left out for lack of time: {numbered(self.unprobed, 'faster solver')}."
+            if self.unprobed
+            else ""
+        )
         if not self.solver.exact:
-            text = f"predicted {times(self.speedup)} times as fast as serial propagation on one worker"
+            text = (
+                f"predicted {times(self.speedup)} times as fast as serial propagation on one worker"
+            )
             if self.workers > 1 and self.machine.message(self.machine.state_bytes) == 0:
                 text += ", message times unknown, taken as zero: plan(comm=mesh) measures them"
             return f"{text}.{late}"
@@ -127,7 +135,11 @@ class Plan:
         if faster:
             return late.strip() or f"{text}. Their gradient errors were not measured."
         looped = self.machine.at_once == (1,)
-        why = "layers run one after another" if looped else "a layer fills the device, or there are few of them"
+        why = (
+            "layers run one after another"
+            if looped
+            else "a layer fills the device, or there are few of them"
+        )
         return f"No parallel solver is predicted {WORTH} times as fast as serial propagation, because {why}.{late}"
 
     def scaling(self, devices: Sequence[int] = DEVICES) -> list[Devices]:
@@ -135,36 +147,61 @@ class Plan:
         pairs = [fix_iterations(c[:2], c.probed) for c in self.choices if c.within(self.error)]
 
         def predicted(pair: Pair, workers: int, data_workers: int) -> float:
-            return predict(*pair, self.layers, self.machine, workers=workers, data_workers=data_workers).seconds
+            return predict(
+                *pair, self.layers, self.machine, workers=workers, data_workers=data_workers
+            ).seconds
 
         @functools.cache
         def best(workers: int, data_workers: int) -> float | None:
             if workers > self.layers or data_workers > self.machine.examples:
                 return None
             known, factor = list(pairs), -(-self.layers // workers)
-            if 2 <= factor < self.layers:  # one interval per worker, and as many cycles: exact, whatever the network
+            if (
+                2 <= factor < self.layers
+            ):  # one interval per worker, and as many cycles: exact, whatever the network
                 count = -(-self.layers // factor)
-                solver = MGRIT(coarsening=factor, iterations=count, coarse_step=Identity(), storage="all")
+                solver = MGRIT(
+                    coarsening=factor, iterations=count, coarse_step=Identity(), storage="all"
+                )
                 known.append((solver, solver))
             return min(predicted(pair, workers, data_workers) for pair in known)
 
         def row(count: int) -> Devices:
             data = predicted(SERIAL, 1, count) if count <= self.machine.examples else None
             splits = [(p, count // p) for p in range(1, count + 1) if count % p == 0]
-            options = [(seconds, split) for split in splits if (seconds := best(*split)) is not None]
+            options = [
+                (seconds, split) for split in splits if (seconds := best(*split)) is not None
+            ]
             both, split = min(options, default=(None, (count, 1)))
             parts = [2**k for k in range(self.machine.examples.bit_length())]
             turns = (pipeline(self.layers, self.machine, count, part) for part in parts)
-            return Devices(count, best(count, 1), data, both, split, min(turns) if 1 < count <= self.layers else None)
+            return Devices(
+                count,
+                best(count, 1),
+                data,
+                both,
+                split,
+                min(turns) if 1 < count <= self.layers else None,
+            )
 
         return [row(count) for count in devices]
 
     def __str__(self) -> str:
-        probed = [c for c in self.choices if c.probed is not None]  # the fastest of these are shown, or of all
+        probed = [
+            c for c in self.choices if c.probed is not None
+        ]  # the fastest of these are shown, or of all
         shown = (*(probed or self.choices)[:_MOST], self.best, self.serial)
-        rows: list[tuple[str, ...]] = [("ms", "speedup", "gradient error", "MB", "iterations", "solver")]
+        rows: list[tuple[str, ...]] = [
+            ("ms", "speedup", "gradient error", "MB", "iterations", "solver")
+        ]
         for c in sorted({id(c): c for c in shown}.values(), key=lambda c: c.cost.seconds):
-            error = "?" if c.error is None else f"{c.error:.1e}" if math.isfinite(c.error) else "diverges"
+            error = (
+                "?"
+                if c.error is None
+                else f"{c.error:.1e}"
+                if math.isfinite(c.error)
+                else "diverges"
+            )
             row = (
                 milliseconds(c.cost.seconds),
                 f"{self.serial_seconds / c.cost.seconds:.2f}",
@@ -174,7 +211,9 @@ class Plan:
                 pair(*c[:2]),
             )
             rows.append(row)
-        more: list[tuple[str, ...]] = [("devices", "layers", "examples", "pipeline", "both", "as", "")]
+        more: list[tuple[str, ...]] = [
+            ("devices", "layers", "examples", "pipeline", "both", "as", "")
+        ]
         for d in self.scaling():
             if d.both is not None:
                 spent = map(milliseconds, (d.layers, d.data, d.pipeline, d.both))
@@ -199,7 +238,9 @@ class Plan:
 
 def fix_iterations(solvers: Pair, probed: Probed | None) -> Pair:
     """Return the solvers with the probed numbers of iterations instead of tolerances; with three if there was no probe."""
-    taken = (_UNKNOWN, _UNKNOWN) if probed is None else (probed.iterations, probed.adjoint_iterations)
+    taken = (
+        (_UNKNOWN, _UNKNOWN) if probed is None else (probed.iterations, probed.adjoint_iterations)
+    )
     forward, adjoint = (
         with_effort(solver, max(1, iterations)) if solver.has_tolerance else solver
         for solver, iterations in zip(solvers, taken, strict=True)

@@ -24,12 +24,19 @@ from lp_jax.planning._work import Event, Schedule, batches, prefix_messages
 
 
 def training_step(
-    solver: Solver, adjoint_solver: Solver, layers: int, *, workers: int = 1, at_once: float = math.inf
+    solver: Solver,
+    adjoint_solver: Solver,
+    layers: int,
+    *,
+    workers: int = 1,
+    at_once: float = math.inf,
 ) -> Schedule:
     """Count the work of value and gradient on the busiest worker; ``at_once`` is the number of layers for "auto"."""
     kept = solver.resolve(layers).keeps_states
     forward = count(solver, layers, workers=workers, at_once=at_once, kept=kept)
-    return forward + count(adjoint_solver, layers, workers=workers, at_once=at_once, kept=kept, adjoint=True)
+    return forward + count(
+        adjoint_solver, layers, workers=workers, at_once=at_once, kept=kept, adjoint=True
+    )
 
 
 def count(
@@ -45,7 +52,9 @@ def count(
     events: list[Event] = []
     solver = solver.resolve(layers)
     most = most_at_once(solver, at_once)
-    chain = _Chain(layers=layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint, events=events)
+    chain = _Chain(
+        layers=layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint, events=events
+    )
     try:
         _record(solver, chain)
     except NotImplementedError:
@@ -87,7 +96,9 @@ def path(solver: MGRIT, steps: int, iterations: int) -> list[Stop]:
 
 
 @functools.cache
-def cycle_stops(labels: tuple[str, ...], kind: str, level: int = 0, *, cascade: bool = False) -> tuple[Stop, ...]:
+def cycle_stops(
+    labels: tuple[str, ...], kind: str, level: int = 0, *, cascade: bool = False
+) -> tuple[Stop, ...]:
     """Return the stops of a cycle from ``level`` down and up again, or up only where a cascade stands for the first visits."""
     stops = [] if cascade else [Stop(level, labels[level])]
     if level + 2 == len(labels):
@@ -143,7 +154,9 @@ class _Chain:
     def evaluate(self, count: int, places: int, *, gradient: bool = False) -> None:
         """``count`` steps, one after the other, each at several places; in an adjoint solve, transposes."""
         kinds = ["adjoint" if self.adjoint else "forward"]
-        if self.adjoint and (self.step is not None or not self.kept):  # linearised again, in one loop
+        if self.adjoint and (
+            self.step is not None or not self.kept
+        ):  # linearised again, in one loop
             kinds.append("linearise")
         row, at_once = _evaluations(self.step, self.span)
         for kind in kinds + ["gradient"] * (gradient and self.adjoint):
@@ -250,7 +263,9 @@ def _(solver: MGRIT, chain: _Chain) -> None:
     last.send(1)
 
 
-def _record_stops(solver: MGRIT, chain: _Chain, grid: Sequence[tuple[int, int]], stops: Sequence[Stop]) -> None:
+def _record_stops(
+    solver: MGRIT, chain: _Chain, grid: Sequence[tuple[int, int]], stops: Sequence[Stop]
+) -> None:
     """Add a cycle along its path through the levels, up to where its last F-points would be interpolated."""
     step, span, levels = cast(CoarseStep, solver.coarse_step), 1, [chain]
     for (_, factor), (steps, _) in itertools.pairwise(grid):
@@ -268,7 +283,9 @@ def _record_stops(solver: MGRIT, chain: _Chain, grid: Sequence[tuple[int, int]],
         elif following is not None and following.level > at:  # down
             relaxed = level.during("coarse relaxation" if at else "relaxation")
             for _ in range(stop.label.count("F")):
-                if at == 0 and level.at_once < max(2, intervals):  # states at F-points, in every sweep
+                if at == 0 and level.at_once < max(
+                    2, intervals
+                ):  # states at F-points, in every sweep
                     level.evaluate_again(factor - 1, intervals)
                 relaxed.evaluate(factor, intervals)
                 relaxed.send(1)

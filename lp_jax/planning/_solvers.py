@@ -14,7 +14,9 @@ from lp_jax._solvers._solver import WITHOUT_TOLERANCE, Solver
 from lp_jax._solvers._sweeps import Secant, Sweeps
 from lp_jax.planning._machine import Machine
 
-_OF_A_SWEEP = 3  # arrays of all states: points, what was stepped, cotangents; increments add up on the way
+_OF_A_SWEEP = (
+    3  # arrays of all states: points, what was stepped, cotangents; increments add up on the way
+)
 _OF_A_CYCLE = 8  # arrays of C-points per level, forward and adjoint
 _F_POINTS = 2  # arrays of all states, where intervals are recomputed as one batch
 _OF_NEWTON = 6  # arrays of all states: those of a sweep, entries, increments, their sum
@@ -57,7 +59,11 @@ def _(solver: MGRIT, machine: Machine, layers: int, workers: int) -> tuple[int, 
     if not solver.keeps_states:
         at_once = min(most_at_once(solver, machine.at_once[-1]), intervals[0])
         some = at_once < max(2, intervals[0])  # as in `_adjoint.solve_adjoint`
-        recomputed = int(at_once * grid[0][1] * machine.linearised_bytes) if some else _F_POINTS * mine * state
+        recomputed = (
+            int(at_once * grid[0][1] * machine.linearised_bytes)
+            if some
+            else _F_POINTS * mine * state
+        )
     return _kept(solver, machine, mine, layers), working + recomputed
 
 
@@ -71,21 +77,30 @@ def _(solver: Secant, machine: Machine, layers: int, workers: int) -> tuple[int,
 def _(solver: Newton, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
     mine, example = math.ceil(layers / workers), machine.state_bytes / machine.examples
     jacobian = example * example / _BYTES if solver.jacobian in ("full", "shared") else 0
-    jacobians = _OF_A_SCAN * mine * (1 if solver.jacobian == "shared" else machine.examples) * jacobian
-    return _kept(solver, machine, mine, layers), _OF_NEWTON * mine * machine.state_bytes + math.ceil(jacobians)
+    jacobians = (
+        _OF_A_SCAN * mine * (1 if solver.jacobian == "shared" else machine.examples) * jacobian
+    )
+    return _kept(
+        solver, machine, mine, layers
+    ), _OF_NEWTON * mine * machine.state_bytes + math.ceil(jacobians)
 
 
 @held.register
 def _(solver: Serial, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
     mine = math.ceil(layers / workers)
     span = min(mine, solver.checkpoint_every or 0)
-    return _kept(solver, machine, mine, layers), span * (machine.linearised_bytes + 2 * machine.layer_bytes)
+    return _kept(solver, machine, mine, layers), span * (
+        machine.linearised_bytes + 2 * machine.layer_bytes
+    )
 
 
 def busiest(grid: Sequence[tuple[int, int]], level: int, workers: int) -> int:
     """Return the number of intervals of a level on the busiest worker, which holds whole intervals of all levels."""
     steps, factor = grid[level]
-    intervals, together = math.ceil(steps / factor), math.prod(factor for _, factor in grid[level + 1 :])
+    intervals, together = (
+        math.ceil(steps / factor),
+        math.prod(factor for _, factor in grid[level + 1 :]),
+    )
     return min(intervals, math.ceil(math.ceil(intervals / together) / workers) * together)
 
 
@@ -118,5 +133,6 @@ def with_effort(solver: Any, iterations: int) -> Any:
 
 with_effort.register(Serial | Elementwise, lambda solver, iterations: solver)
 with_effort.register(
-    Sweeps, lambda solver, iterations: dataclasses.replace(solver, sweeps=iterations, **WITHOUT_TOLERANCE)
+    Sweeps,
+    lambda solver, iterations: dataclasses.replace(solver, sweeps=iterations, **WITHOUT_TOLERANCE),
 )

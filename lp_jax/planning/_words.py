@@ -25,7 +25,9 @@ _MAIN = ("levels", "coarsening", "iterations", "coarse_step", "sweeps", "params"
 def code(solver: Any, *, prefix: str = "") -> str:
     """Return the solver as code: main fields and those not at their default, ``prefix`` before names of this library."""
     if isinstance(solver, tuple):
-        return f"({', '.join(code(part, prefix=prefix) for part in solver)}{',' * (len(solver) == 1)})"
+        return (
+            f"({', '.join(code(part, prefix=prefix) for part in solver)}{',' * (len(solver) == 1)})"
+        )
     if not dataclasses.is_dataclass(solver):
         return repr(solver)
     shown = [
@@ -63,7 +65,9 @@ summary.register(Sweeps, lambda part: f"{iterations(part)} over the layers")
 summary.register(Serial, lambda part: "serial")
 summary.register(Elementwise, lambda part: "serial, in one kernel")
 summary.register(Identity, lambda part: "the identity")
-summary.register(PerInterval, lambda part: f"the function {getattr(part.function, '__name__', part.function)}")
+summary.register(
+    PerInterval, lambda part: f"the function {getattr(part.function, '__name__', part.function)}"
+)
 
 
 @summary.register
@@ -106,4 +110,7 @@ def times(gain: float) -> str:
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines. The last column is left-aligned, the others are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([*(x.rjust(w) for x, w in zip(row[:-1], widths, strict=False)), row[-1]]) for row in rows]
+    return [
+        "  ".join([*(x.rjust(w) for x, w in zip(row[:-1], widths, strict=False)), row[-1]])
+        for row in rows
+    ]

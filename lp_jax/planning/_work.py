@@ -30,7 +30,9 @@ class Schedule:
         (4, 256, 4)
     """
 
-    events: list[Event] = dataclasses.field(default_factory=list, repr=False)  # in the order in which they happen
+    events: list[Event] = dataclasses.field(
+        default_factory=list, repr=False
+    )  # in the order in which they happen
     reductions: int = 0  # sums and broadcasts over all workers
 
     @property
@@ -57,15 +59,23 @@ class Schedule:
     def work(self, *kinds: str) -> int:
         """Number of evaluations of these kinds (all by default)."""
         return sum(
-            n * size * EVALUATIONS[kind] for (kind, size), n in self.batches.items() if kind in (kinds or EVALUATIONS)
+            n * size * EVALUATIONS[kind]
+            for (kind, size), n in self.batches.items()
+            if kind in (kinds or EVALUATIONS)
         )
 
     def depth(self, *kinds: str) -> int:
         """Number of evaluations of these kinds (all by default) that wait for each other."""
-        return sum(n * EVALUATIONS[kind] for (kind, _), n in self.batches.items() if kind in (kinds or EVALUATIONS))
+        return sum(
+            n * EVALUATIONS[kind]
+            for (kind, _), n in self.batches.items()
+            if kind in (kinds or EVALUATIONS)
+        )
 
 
-def batches(phase: str, kind: str, count: int, layers: int, at_once: float, in_turn: bool = False) -> list[Event]:
+def batches(
+    phase: str, kind: str, count: int, layers: int, at_once: float, in_turn: bool = False
+) -> list[Event]:
     """Return ``count`` batches of one kind, each cut into parts of at most ``at_once`` layers."""
     most = max(1, int(min(layers, at_once)))
     parts = (count * (layers // most), most), (count, layers % most)

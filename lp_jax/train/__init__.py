@@ -9,7 +9,8 @@ try:
     import rich as _rich  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"lp_jax.train needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", name=error.name
+        f"lp_jax.train needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'",
+        name=error.name,
     ) from None
 
 from lp_jax.train._checkpoint import CheckpointError as CheckpointError

@@ -90,7 +90,9 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         # closing raises the error of a failed checkpoint again, which would hide the error that is on its way
         with contextlib.suppress(*[] if error is None else [Exception]):
             if self._ranks is None or self._ranks.is_root:
@@ -119,10 +121,20 @@ class Checkpoints:
         def write() -> None:
             fields = _fields(whole)
             try:
-                about = {"config": self.config, "arrays": described(whole), "checksums": _checksums(fields)}
-                self._checkpointer.save(step, fields, force=True, custom_metadata={**about, "checksum": _crc(about)})
+                about = {
+                    "config": self.config,
+                    "arrays": described(whole),
+                    "checksums": _checksums(fields),
+                }
+                self._checkpointer.save(
+                    step, fields, force=True, custom_metadata={**about, "checksum": _crc(about)}
+                )
             except Exception as error:
-                kept = "none was saved before" if self.latest is None else f"that of step {self.latest} is kept"
+                kept = (
+                    "none was saved before"
+                    if self.latest is None
+                    else f"that of step {self.latest} is kept"
+                )
                 raise CheckpointError(
                     f"the checkpoint {self.folder / str(step)} cannot be written ({_reason(error)}); {kept}."
                 ) from error
@@ -136,13 +148,20 @@ class Checkpoints:
         Raises:
             CheckpointError: if there is no checkpoint, it is damaged, or it is of another model.
         """
-        wanted, read = template if self._ranks is None else self._ranks.whole(template), list[TrainState]()
+        wanted, read = (
+            template if self._ranks is None else self._ranks.whole(template),
+            list[TrainState](),
+        )
         try:
             self._once(lambda: read.append(self._newest(wanted)))
         except CheckpointError:  # the newest may have been set aside
             self.latest = self._once(lambda: max(self._steps(), default=None))
             raise
-        state = read[0] if self._ranks is None else self._ranks.scatter(read[0] if read else None, template)
+        state = (
+            read[0]
+            if self._ranks is None
+            else self._ranks.scatter(read[0] if read else None, template)
+        )
         self.latest = int(state.step)
         return state
 
@@ -151,7 +170,9 @@ class Checkpoints:
 
     def _newest(self, template: TrainState) -> TrainState:
         if not (steps := self._steps()):
-            raise CheckpointError(f"no checkpoint in {self.folder}; start the run without resuming.")
+            raise CheckpointError(
+                f"no checkpoint in {self.folder}; start the run without resuming."
+            )
         *earlier, step = steps
         path = self.folder / str(step)
         with _only_raised():
@@ -163,13 +184,19 @@ class Checkpoints:
                 cause: BaseException = error
                 while cause.__cause__ is not None:  # orbax wraps all, interruptions too
                     cause = cause.__cause__
-                if not isinstance(cause, Exception) or isinstance(cause, (MemoryError, jax.errors.JaxRuntimeError)):
+                if not isinstance(cause, Exception) or isinstance(
+                    cause, (MemoryError, jax.errors.JaxRuntimeError)
+                ):
                     raise cause from None  # says nothing of the files
                 reason = _reason(cause)
-                del cause  # it holds reads that did not end, which report that when they are collected
+                del (
+                    cause
+                )  # it holds reads that did not end, which report that when they are collected
             gc.collect()
         if not earlier:
-            raise CheckpointError(f"the checkpoint {path} is damaged ({reason}), and there is none before it.")
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged ({reason}), and there is none before it."
+            )
         if not self.skip_damaged:
             raise CheckpointError(
                 f"the checkpoint {path} is damaged ({reason}); to go on from the one before, of step {earlier[-1]}, set "
@@ -186,7 +213,9 @@ class Checkpoints:
         difference = first_difference(stored["config"], self.config)
         if difference := difference or first_difference(stored["arrays"], described(template)):
             raise CheckpointError(f"the checkpoint {path} is of another model: {difference}.")
-        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fields)
+        wanted = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fields
+        )
         restored = self._checkpointer.load(step, wanted)
         for name, checksum in _checksums(restored).items():
             if checksum != stored["checksums"][name]:
@@ -236,8 +265,13 @@ def _crc(about: Mapping[str, object]) -> int:
 
 def _checksums(tree: PyTree) -> dict[str, int]:
     """Return a checksum of each array, by its path. It does not depend on devices or processes."""
-    leaves = jax.tree.leaves_with_path(tree)  # one after another: each may take as much memory again
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): int(_checksum(x)) for path, x in leaves}
+    leaves = jax.tree.leaves_with_path(
+        tree
+    )  # one after another: each may take as much memory again
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): int(_checksum(x))
+        for path, x in leaves
+    }
 
 
 @jax.jit
@@ -248,7 +282,9 @@ def _checksum(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
     x = x.astype(jnp.int8) if x.dtype == bool else x
-    words = lax.bitcast_convert_type(x, f"uint{min(jax.dtypes.itemsize_bits(x.dtype), 32)}").astype(jnp.uint32)
+    words = lax.bitcast_convert_type(x, f"uint{min(jax.dtypes.itemsize_bits(x.dtype), 32)}").astype(
+        jnp.uint32
+    )
     place = jnp.zeros(words.shape, jnp.uint32)
     for axis, length in enumerate(words.shape):
         place = place * jnp.uint32(length) + lax.broadcasted_iota(jnp.uint32, words.shape, axis)

@@ -107,11 +107,15 @@ class Controller:
         """Whether to probe before this step, the first being 0."""
         return step in (0, 8, 64) or step % self.probe_every == 0
 
-    def solvers(self, control: Control, solver: Solver, adjoint_solver: Solver) -> tuple[Solver, Solver]:
+    def solvers(
+        self, control: Control, solver: Solver, adjoint_solver: Solver
+    ) -> tuple[Solver, Solver]:
         """Return the solvers of the steps that follow."""
         if control.serial:
             return Serial(), Serial()
-        rtol, adjoint_rtol = control.rtols.tolist()  # not as arrays: a step takes those of its state
+        rtol, adjoint_rtol = (
+            control.rtols.tolist()
+        )  # not as arrays: a step takes those of its state
         replace: Any = dataclasses.replace
         return replace(solver, rtol=rtol), replace(adjoint_solver, rtol=adjoint_rtol)
 
@@ -126,7 +130,10 @@ class Controller:
         for _ in range(_ATTEMPTS):
             gradients += _GRADIENTS
             pair = self.solvers(self._decision(rtols), solver, adjoint_solver)
-            row = {name: float(x) for name, x in _measure(self.loss_fn, self.ranks, params, batch, *pair).items()}
+            row = {
+                name: float(x)
+                for name, x in _measure(self.loss_fn, self.ranks, params, batch, *pair).items()
+            }
             allowed = self.bound * (row["noise"] if self.of == "noise" else 1.0)
             done = row.pop("result") == DONE
             within = done and row["error"] <= allowed
@@ -134,12 +141,21 @@ class Controller:
             for rtol, error in zip(last, (row["forward_error"], row["adjoint_error"]), strict=True):
                 # scaled so that its error comes to an equal part of the allowed one, in bounded steps
                 wanted = 4.0 if error == 0 else allowed / (2 * math.sqrt(2)) / error
-                rtols.append(self._within(rtol * min(4.0, max(0.05, wanted)) if math.isfinite(error) else self.least))
+                rtols.append(
+                    self._within(
+                        rtol * min(4.0, max(0.05, wanted)) if math.isfinite(error) else self.least
+                    )
+                )
             if within or not done or last == rtols:
                 break
         if not within:  # to be tried again at the next probe
             rtols = last
-        row |= {"allowed": allowed, "rtol": rtols[0], "adjoint_rtol": rtols[1], "gradients": gradients}
+        row |= {
+            "allowed": allowed,
+            "rtol": rtols[0],
+            "adjoint_rtol": rtols[1],
+            "gradients": gradients,
+        }
         return self._decision(rtols, serial=not within), {**row, "serial": not within}
 
     def _decision(self, rtols: list[float], *, serial: bool = False) -> Control:
@@ -154,7 +170,12 @@ _ATTEMPTS, _GRADIENTS = 5, 4  # largest number of attempts of a probe; gradients
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _measure(
-    loss_fn: LossFn, ranks: Ranks | None, params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver
+    loss_fn: LossFn,
+    ranks: Ranks | None,
+    params: PyTree,
+    batch: Batch,
+    solver: Solver,
+    adjoint_solver: Solver,
 ) -> dict[str, jax.Array]:
     """Errors and noise of the gradient, relative to the norm of the exact one."""
     size = max((len(x) for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=0)
@@ -226,4 +247,6 @@ def _compare(g: PyTree, e: PyTree, ranks: Ranks | None) -> GradientError:
         name = jax.tree_util.keystr(path[:1], simple=True)
         groups[name] = groups[name] + leaf if name in groups else leaf
     relative, cosine = relative_error(jax.tree.reduce(jnp.add, groups))
-    return GradientError(relative, cosine, {name: relative_error(group)[0] for name, group in groups.items()})
+    return GradientError(
+        relative, cosine, {name: relative_error(group)[0] for name, group in groups.items()}
+    )

@@ -20,12 +20,21 @@ class DivergenceError(RuntimeError):
     """Training cannot go on: the loss, the gradient or the state is not finite."""
 
 
-def convergence_warning(solve: str, norms: Sequence[float], scale: float = 0.0, result: int = DONE) -> str | None:
+def convergence_warning(
+    solve: str, norms: Sequence[float], scale: float = 0.0, result: int = DONE
+) -> str | None:
     """Return a warning on a solve with advice; None if it shows no problem."""
     measured = [norm for norm in norms if norm >= 0]
-    if result != FELL_BACK and measured and measured[-1] > measured[0] > 0 and max(measured) > _ROUNDING * scale:
+    if (
+        result != FELL_BACK
+        and measured
+        and measured[-1] > measured[0] > 0
+        and max(measured) > _ROUNDING * scale
+    ):
         listed, factor = ", ".join(f"{norm:.2g}" for norm in measured), measured[-1] / measured[0]
-        return f"the {solve} residual grows over the cycles ({listed}; factor {factor:.3g}): {ADVICE}."
+        return (
+            f"the {solve} residual grows over the cycles ({listed}; factor {factor:.3g}): {ADVICE}."
+        )
     if result not in (DONE, NON_FINITE):
         return f"the {solve} solve: {RESULTS[result]}."
     return None
@@ -40,7 +49,9 @@ def divergence_message(step: int, metrics: Metrics, batch: Batch) -> str:
             "are integers from 0 to the number of classes less one; negative ones do not count."
         )
     for path, leaf in jax.tree.leaves_with_path(batch):
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and (count := int(jnp.sum(~jnp.isfinite(leaf)))):
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and (
+            count := int(jnp.sum(~jnp.isfinite(leaf)))
+        ):
             name = f"batch{jax.tree_util.keystr(path)}"
             return f"stopped at step {step}: {count} of the {jnp.size(leaf)} numbers in {name} are not finite. Clean the data."
     if metrics.info.result == NON_FINITE:

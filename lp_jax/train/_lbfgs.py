@@ -25,7 +25,9 @@ class LBFGSState(NamedTuple):
     changes: PyTree
 
 
-def scale_by_lbfgs(memory_size: int = 10, *, ranks: Ranks | None = None) -> optax.GradientTransformation:
+def scale_by_lbfgs(
+    memory_size: int = 10, *, ranks: Ranks | None = None
+) -> optax.GradientTransformation:
     """`optax.scale_by_lbfgs` for parameters that are split over processes.
 
     L-BFGS needs inner products of whole vectors. Optax sums over the parameters of one process, and its sum cannot be replaced.
@@ -54,7 +56,9 @@ def scale_by_lbfgs(memory_size: int = 10, *, ranks: Ranks | None = None) -> opta
         memory = jax.tree.map(lambda x: jnp.zeros((*x.shape, memory_size), x.dtype), params)
         return LBFGSState(jnp.int32(0), zeros, zeros, memory, memory)
 
-    def update(gradient: PyTree, state: LBFGSState, params: PyTree = None) -> tuple[PyTree, LBFGSState]:
+    def update(
+        gradient: PyTree, state: LBFGSState, params: PyTree = None
+    ) -> tuple[PyTree, LBFGSState]:
         def remember(memory: jax.Array, now: jax.Array, last: jax.Array) -> jax.Array:
             newest = jnp.where(state.updates > 0, now - last, jnp.zeros_like(now))
             return jnp.concatenate([newest[..., None], memory[..., :-1]], axis=-1)
@@ -65,7 +69,9 @@ def scale_by_lbfgs(memory_size: int = 10, *, ranks: Ranks | None = None) -> opta
 
         steps = jax.tree.map(remember, state.steps, params, state.params)
         changes = jax.tree.map(remember, state.changes, gradient, state.gradient)
-        vectors = jax.tree.map(lambda s, y, g: jnp.concatenate([s, y, g[..., None]], axis=-1), steps, changes, gradient)
+        vectors = jax.tree.map(
+            lambda s, y, g: jnp.concatenate([s, y, g[..., None]], axis=-1), steps, changes, gradient
+        )
         coefficients = _coefficients(total(ranks, jax.tree.map(products, vectors)), state.updates)
         direction = jax.tree.map(lambda x: x @ coefficients.astype(x.dtype), vectors)
         return direction, LBFGSState(state.updates + 1, params, gradient, steps, changes)
@@ -85,7 +91,9 @@ def _coefficients(products: jax.Array, updates: jax.Array) -> jax.Array:
     weights = inverse(curvatures, 0.0)
     first = jnp.minimum(1.0, inverse(jnp.sqrt(products[-1, -1]), 1.0))
     change = products[memory, memory]  # squared
-    scale = jnp.where(updates > 0, jnp.where(change == 0, 1.0, curvatures[0] * inverse(change, 1.0)), first)
+    scale = jnp.where(
+        updates > 0, jnp.where(change == 0, 1.0, curvatures[0] * inverse(change, 1.0)), first
+    )
 
     def newest_first(c: jax.Array, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
         along = weights[pair] * (products[pair] @ c)
@@ -150,5 +158,7 @@ class Backtracking:
             return count + 1, length, value <= loss + 1e-4 * length * slope, trajectory
 
         start = (jnp.int32(0), jnp.ones_like(loss), jnp.asarray(False), trajectory)
-        count, length, good, trajectory = lax.while_loop(lambda c: ~c[2] & (c[0] < self.trials), body, start)
+        count, length, good, trajectory = lax.while_loop(
+            lambda c: ~c[2] & (c[0] < self.trials), body, start
+        )
         return at(jnp.where(good, length, jnp.zeros_like(length))), trajectory, count, ~good

@@ -33,7 +33,9 @@ class Log:
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
         self.path = None if path is None else Path(path)
-        self.rows: list[Row] = list(read_rows(self.path)) if self.path is not None and self.path.exists() else []
+        self.rows: list[Row] = (
+            list(read_rows(self.path)) if self.path is not None and self.path.exists() else []
+        )
 
     def write(self, *, kind: str, step: int, **values: object) -> None:
         """Append a row."""
@@ -43,7 +45,9 @@ class Log:
             row[name] = None if isinstance(value, float) and not math.isfinite(value) else value
         self.rows.append(row)
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:  # closing it hands the line to the system
+            with self.path.open(
+                "a", encoding="utf-8"
+            ) as file:  # closing it hands the line to the system
                 file.write(_line(row))
 
     def rewind(self, step: int) -> None:
@@ -70,7 +74,9 @@ def read_rows(path: str | os.PathLike[str]) -> Iterable[Row]:
         except (ValueError, TypeError, KeyError):
             if number == len(lines):
                 return
-            raise ValueError(f"{path}, line {number}, is not a row of metrics: {line[:60]!r}.") from None
+            raise ValueError(
+                f"{path}, line {number}, is not a row of metrics: {line[:60]!r}."
+            ) from None
         yield row
 
 
@@ -82,7 +88,11 @@ def flat(prefix: str, values: Mapping[str, object] | Iterable[object]) -> Row:
 
 def unflat(prefix: str, row: Mapping[str, Any]) -> list[float]:
     """Return the values of the numbered columns that `flat` or `measured` wrote; NaN for missing ones and for None."""
-    numbered = {int(name[len(prefix) + 1 :]): row[name] for name in row if re.fullmatch(rf"{prefix}_\d+", name)}
+    numbered = {
+        int(name[len(prefix) + 1 :]): row[name]
+        for name in row
+        if re.fullmatch(rf"{prefix}_\d+", name)
+    }
     values = [numbered.get(number) for number in range(1, max(numbered, default=0) + 1)]
     return [math.nan if value is None else value for value in values]
 

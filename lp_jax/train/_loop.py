@@ -44,7 +44,9 @@ def _first_signal() -> Iterator[Callable[[], int | None]]:
             received.append(number)
             handlers.close()
 
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # elsewhere Python allows no handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 handlers.callback(signal.signal, number, signal.signal(number, receive))
         yield lambda: received[0] if received else None
@@ -153,7 +155,9 @@ def fit(
 
     def batch_of(step: int) -> Batch:
         epoch, number = divmod(step - 1, steps_per_epoch)
-        return next(itertools.islice(batches(epoch), number, None), None)  # None: it gave the batch only once
+        return next(
+            itertools.islice(batches(epoch), number, None), None
+        )  # None: it gave the batch only once
 
     record = _Recorder(log, meter, steps_per_epoch, checkpoints, batch_of)
     solvers: tuple[Solver | None, Solver | None] = (solver, adjoint_solver)
@@ -169,7 +173,9 @@ def fit(
                 for batch in itertools.islice(batches(epoch), step - epoch * steps_per_epoch, None):
                     if controller is not None and controller.due(step):
                         record.flush(step)
-                        control, decided = controller.probe(state.control, state.params, batch, *pair)
+                        control, decided = controller.probe(
+                            state.control, state.params, batch, *pair
+                        )
                         record.write("control", step + 1, **decided)
                         record.restart_clock()
                         state = state._replace(control=control)
@@ -191,7 +197,10 @@ def fit(
                         record.write(m.kind, step, **m.measure(state, batch))
                         row = log.rows[-1]
                         for solve in ("forward", "adjoint"):
-                            norms, scale = unflat(f"{solve}_residual", row), row.get(f"{solve}_scale") or 0.0
+                            norms, scale = (
+                                unflat(f"{solve}_residual", row),
+                                row.get(f"{solve}_scale") or 0.0,
+                            )
                             record.warn(solve, step, convergence_warning(solve, norms, scale))
                     if checkpoints is not None and saves:
                         checkpoints.save(state)
@@ -202,7 +211,9 @@ def fit(
                         raise Interrupted(stop, step, saved)
                 if step != (epoch + 1) * steps_per_epoch:
                     number = step - epoch * steps_per_epoch
-                    raise ValueError(f"batches({epoch}) gave {number} batches; steps_per_epoch is {steps_per_epoch}.")
+                    raise ValueError(
+                        f"batches({epoch}) gave {number} batches; steps_per_epoch is {steps_per_epoch}."
+                    )
     finally:
         meter.stop()
     return state, log
@@ -220,7 +231,9 @@ class _Recorder:
 
     def __post_init__(self) -> None:
         self.warned = {row["solve"]: row["step"] for row in self.log.of("warning")}
-        self.pending: list[tuple[int, Metrics]] = []  # of the steps since the last flush, with their epochs
+        self.pending: list[
+            tuple[int, Metrics]
+        ] = []  # of the steps since the last flush, with their epochs
         self.seconds = max((row["time"] for row in self.log.of("train")), default=0.0)
         self.restart_clock()
 
@@ -251,15 +264,29 @@ class _Recorder:
                 "time": self.seconds,
                 "step_time": step_time,
             }
-            self.write("train", number, **{name: value for name, value in columns.items() if value is not None})
+            self.write(
+                "train",
+                number,
+                **{name: value for name, value in columns.items() if value is not None},
+            )
             if not metrics.finite:
                 said, saved = "No checkpoint was saved before.", self.checkpoints
                 if saved is not None and saved.latest is not None:
                     said = f"The last checkpoint is that of step {saved.latest}, in {saved.folder}."
-                raise DivergenceError(f"{divergence_message(number, metrics, self.batch_of(number))} {said}")
-            self.warn("forward", number, convergence_warning("forward", norms, float(info.scale), int(info.result)))
+                raise DivergenceError(
+                    f"{divergence_message(number, metrics, self.batch_of(number))} {said}"
+                )
+            self.warn(
+                "forward",
+                number,
+                convergence_warning("forward", norms, float(info.scale), int(info.result)),
+            )
             if metrics.adjoint_result is not None:
-                self.warn("adjoint", number, convergence_warning("adjoint", (), result=int(metrics.adjoint_result)))
+                self.warn(
+                    "adjoint",
+                    number,
+                    convergence_warning("adjoint", (), result=int(metrics.adjoint_result)),
+                )
             if metrics.stuck:
                 self.warn(
                     "line search",

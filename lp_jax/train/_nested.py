@@ -111,15 +111,23 @@ def nested(
     parts = list(getattr(model.trunk, "parts", [model.trunk]))
     blocks = [part.num_layers for part in parts if hasattr(part, "num_layers")]
     numbers = [max(blocks, default=depths[0].layers), *(depth.layers for depth in depths)]
-    factors, rests = zip(*(divmod(deep, shallow) for shallow, deep in itertools.pairwise(numbers)), strict=True)
+    factors, rests = zip(
+        *(divmod(deep, shallow) for shallow, deep in itertools.pairwise(numbers)), strict=True
+    )
     if factors[0] != 1 or 1 in factors[1:] or any(rests):
         raise ValueError(
             f"depths must begin with the model's {numbers[0]} layers, and each be a larger multiple of the one before; got "
             f"{numbers[1:]}."
         )
-    folders = [None if folder is None else Path(folder) / f"{depth.layers}-layers" for depth in depths]
+    folders = [
+        None if folder is None else Path(folder) / f"{depth.layers}-layers" for depth in depths
+    ]
     if log is None:  # rank 0 writes the file
-        log = Log(Path(folder) / "metrics.jsonl") if folder is not None and (ranks is None or ranks.is_root) else Log()
+        log = (
+            Log(Path(folder) / "metrics.jsonl")
+            if folder is not None and (ranks is None or ranks.is_root)
+            else Log()
+        )
 
     def check(factor: int, block: nn.LayerParallel) -> nn.LayerParallel:
         return staying(block, factor * block.num_layers, how)
@@ -128,7 +136,11 @@ def nested(
         on_trunk(model.trunk, functools.partial(check, factor))
 
     def newest() -> int:
-        begun = (i for i, path in enumerate(folders) if path and any(each.name.isdigit() for each in path.glob("*")))
+        begun = (
+            i
+            for i, path in enumerate(folders)
+            if path and any(each.name.isdigit() for each in path.glob("*"))
+        )
         return max(begun, default=0)  # a complete checkpoint is named by its number
 
     reached = newest() if ranks is None else ranks.once(newest)
@@ -143,7 +155,9 @@ def nested(
         with contextlib.ExitStack() as stack:
             if path is not None:
                 about = {**(config or {}), "layers": depth.layers}
-                checkpoints = Checkpoints(path, config=about, skip_damaged=skip_damaged, ranks=ranks)
+                checkpoints = Checkpoints(
+                    path, config=about, skip_damaged=skip_damaged, ranks=ranks
+                )
                 stack.enter_context(checkpoints)
                 options = {**options, "checkpoints": checkpoints}
                 if checkpoints.latest is None:
@@ -207,7 +221,9 @@ def deepen(
             return nn.refine(slot, factor, "zeros" if degree == 1 else "constant")
         return nn.refine(slot, factor) / factor**degree
 
-    return deeper, fresh._replace(step=state.step, opt_state=map_slots(prolong, state.opt_state, shapes))
+    return deeper, fresh._replace(
+        step=state.step, opt_state=map_slots(prolong, state.opt_state, shapes)
+    )
 
 
 def _slots(opt_state: PyTree, params: PyTree) -> list[tuple[jax.Array, PyTree]]:
@@ -219,20 +235,32 @@ def _slots(opt_state: PyTree, params: PyTree) -> list[tuple[jax.Array, PyTree]]:
 def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[int]:
     """Return for each slot the power of the gradient that it grows with: 1 for a mean of gradients, 2 for one of squares."""
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
-    small = 1e-3 / max(1.0, sum(x.size for x in jax.tree.leaves(params))) ** 0.5  # a norm that no optimizer clips
+    small = (
+        1e-3 / max(1.0, sum(x.size for x in jax.tree.leaves(params))) ** 0.5
+    )  # a norm that no optimizer clips
 
     @jax.jit
     def update(gradient: PyTree, zeros: PyTree) -> PyTree:
         return optimizer.update(gradient, optimizer.init(zeros), zeros)[1]
 
     def after(scale: float) -> list[float]:
-        opt_state = update(jax.tree.map(lambda x: np.full(x.shape, scale * small, x.dtype), params), zeros)
-        return [float(np.abs(np.asarray(slot, np.float64)).sum()) for slot, _ in _slots(opt_state, zeros)]
+        opt_state = update(
+            jax.tree.map(lambda x: np.full(x.shape, scale * small, x.dtype), params), zeros
+        )
+        return [
+            float(np.abs(np.asarray(slot, np.float64)).sum())
+            for slot, _ in _slots(opt_state, zeros)
+        ]
 
-    return [round(np.log2(two / one)) if one > 0 else 0 for one, two in zip(after(1.0), after(2.0), strict=True)]
+    return [
+        round(np.log2(two / one)) if one > 0 else 0
+        for one, two in zip(after(1.0), after(2.0), strict=True)
+    ]
 
 
-def on_trunk(trunk: object, change: Callable[[nn.LayerParallel], nn.LayerParallel]) -> nn.LayerParallel | nn.Network:
+def on_trunk(
+    trunk: object, change: Callable[[nn.LayerParallel], nn.LayerParallel]
+) -> nn.LayerParallel | nn.Network:
     """Return a trunk with all its blocks of layers changed, except buffers; refuse layers that read their number."""
     if isinstance(trunk, nn.LayerParallel):
         layer = type(trunk.layers)
@@ -243,11 +271,17 @@ def on_trunk(trunk: object, change: Callable[[nn.LayerParallel], nn.LayerParalle
             )
         return change(trunk)
     parts = list(getattr(trunk, "parts", ()))
-    buffers = [not isinstance(part, nn.LayerParallel) or getattr(part.solver, "exact", False) for part in parts]
+    buffers = [
+        not isinstance(part, nn.LayerParallel) or getattr(part.solver, "exact", False)
+        for part in parts
+    ]
     if all(buffers):
         raise TypeError(
             f"the trunk must be a LayerParallel, or a Network with such blocks; got {type(trunk).__name__}. The time steps of a "
             "recurrent network share their weights, so there is nothing to refine: train it on shorter sequences first."
         )
-    changed = [part if is_buffer else on_trunk(part, change) for part, is_buffer in zip(parts, buffers, strict=True)]
+    changed = [
+        part if is_buffer else on_trunk(part, change)
+        for part, is_buffer in zip(parts, buffers, strict=True)
+    ]
     return nn.Network(*changed)

@@ -78,7 +78,9 @@ def one_shot(
     def begin(params: PyTree, batch: Batch) -> Restart:
         guess = loss_fn(params, batch, solver, adjoint_solver)[1].trajectory
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        of_guess = jax.grad(lambda zeros: loss_fn(params, batch, solver, adjoint_solver, Restart(guess, zeros))[0])
+        of_guess = jax.grad(
+            lambda zeros: loss_fn(params, batch, solver, adjoint_solver, Restart(guess, zeros))[0]
+        )
         return Restart(guess, of_guess(zeros))
 
     state = init_state(params, optimizer)._replace(restart=begin(params, batch))

@@ -65,8 +65,12 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
     first = last = _tree.sum_of_squares(increments)
     for _ in range(sweeps - 1):
         old = increments
-        increments = increment(jax.tree.map(lambda y, d: y[None] + jnp.cumsum(d, axis=0) - d, problem.y0, old), layers)
+        increments = increment(
+            jax.tree.map(lambda y, d: y[None] + jnp.cumsum(d, axis=0) - d, problem.y0, old), layers
+        )
         last = _tree.sum_of_squares(_tree.sub(increments, old))
     missed = last > rtol**2 * first
-    ratio = jnp.where(missed, last, jnp.ones_like(last)) / jnp.where(missed, rtol**2 * first, jnp.ones_like(first))
+    ratio = jnp.where(missed, last, jnp.ones_like(last)) / jnp.where(
+        missed, rtol**2 * first, jnp.ones_like(first)
+    )
     return jnp.log10(ratio) / 2

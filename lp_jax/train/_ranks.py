@@ -61,7 +61,9 @@ class Ranks:
     trunk: str | tuple[str, ...] = "trunk"
 
     @staticmethod
-    def grid(comm: object = None, *, data: int = 1, trunk: str | tuple[str, ...] = "trunk") -> "Ranks":
+    def grid(
+        comm: object = None, *, data: int = 1, trunk: str | tuple[str, ...] = "trunk"
+    ) -> "Ranks":
         """Arrange the ranks of an mpi4py communicator, by default ``MPI.COMM_WORLD``, as a grid. All ranks must call this.
 
         There are ``data`` copies of the network, a divisor of the number of ranks; each gets an equal part of every batch.
@@ -88,7 +90,9 @@ class Ranks:
         def leaf(x: jax.Array) -> jax.Array:
             size, rest = divmod(len(x), copies)
             if rest:
-                raise ValueError(f"a batch of {len(x)} examples cannot be split evenly over {copies} copies.")
+                raise ValueError(
+                    f"a batch of {len(x)} examples cannot be split evenly over {copies} copies."
+                )
             return x[number * size : (number + 1) * size]
 
         return jax.tree.map(leaf, batch) if copies > 1 else batch
@@ -101,13 +105,22 @@ class Ranks:
         if self.data.size == 1:
             return loss_fn
 
-        def mean_loss(params: PyTree, batch: Batch, *solvers: Solver | None) -> tuple[jax.Array, Info]:
+        def mean_loss(
+            params: PyTree, batch: Batch, *solvers: Solver | None
+        ) -> tuple[jax.Array, Info]:
             watched = asked.value.watch and asked.value.watch.counts
             params, watched = _transposed_mean((params, watched), self.data)
-            own_loss = loss_fn if watched is None else functools.partial(count_results(loss_fn), watched)
+            own_loss = (
+                loss_fn if watched is None else functools.partial(count_results(loss_fn), watched)
+            )
             loss, info = own_loss(params, batch, *solvers)
             info = jax.lax.stop_gradient(info)
-            counts = info.correct, info.total, jnp.asarray(info.outside), jnp.asarray(info.scale) ** 2
+            counts = (
+                info.correct,
+                info.total,
+                jnp.asarray(info.outside),
+                jnp.asarray(info.scale) ** 2,
+            )
             correct, total, outside, square = self.data.sum(counts)
             whole = info._replace(
                 correct=correct,
@@ -125,7 +138,11 @@ class Ranks:
 
     def sums(self, sums: PyTree) -> PyTree:
         """Sum over all ranks of the layers; ``sums`` has one sum over this rank's layers for each parameter."""
-        spread = [x for x, in_trunk in zip(jax.tree.leaves(sums), self._in_trunk(sums), strict=True) if in_trunk]
+        spread = [
+            x
+            for x, in_trunk in zip(jax.tree.leaves(sums), self._in_trunk(sums), strict=True)
+            if in_trunk
+        ]
         summed = iter(self.layers.sum(spread))
         return self._leaf_by_leaf(lambda x, in_trunk: next(summed) if in_trunk else x, sums)
 
@@ -157,7 +174,9 @@ class Ranks:
 
         def leaf(x: jax.Array, spread: bool) -> jax.ShapeDtypeStruct:
             length = [sum(self.layers.python_comm.allgather(len(x)))] if spread else []
-            return jax.ShapeDtypeStruct((*length, *x.shape[len(length) :]), x.dtype, sharding=device)
+            return jax.ShapeDtypeStruct(
+                (*length, *x.shape[len(length) :]), x.dtype, sharding=device
+            )
 
         return self._leaf_by_leaf(leaf, template)
 
@@ -171,7 +190,9 @@ class Ranks:
                 return jnp.asarray(self.world.python_comm.bcast(part))
             if self.data.rank == 0:
                 ends = np.cumsum(self.layers.python_comm.allgather(len(x)))
-                part = self.layers.python_comm.scatter(None if part is None else np.split(part, ends[:-1]))
+                part = self.layers.python_comm.scatter(
+                    None if part is None else np.split(part, ends[:-1])
+                )
             return jnp.asarray(self.data.python_comm.bcast(part))
 
         return self._leaf_by_leaf(leaf, like)
@@ -182,9 +203,15 @@ class Ranks:
 
     def _in_trunk(self, tree: PyTree) -> list[bool]:
         """Return for each leaf of parameters, or of an optimizer's state, whether it is stacked over the trunk's layers."""
-        names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(tree))
+        names = (
+            jax.tree_util.keystr(path, simple=True, separator="/")
+            for path, _ in jax.tree.leaves_with_path(tree)
+        )
         trunks = (self.trunk,) if isinstance(self.trunk, str) else self.trunk
-        return [name.startswith("restart/") or any(f"/{trunk}/" in f"/{name}/" for trunk in trunks) for name in names]
+        return [
+            name.startswith("restart/") or any(f"/{trunk}/" in f"/{name}/" for trunk in trunks)
+            for name in names
+        ]
 
 
 def total(ranks: Ranks | None, sums: PyTree) -> jax.Array:
@@ -193,7 +220,10 @@ def total(ranks: Ranks | None, sums: PyTree) -> jax.Array:
 
 
 def done_once(
-    f: Callable[[], T], is_root: bool, broadcast: Callable[[Any], Any], shared: type[Exception] = Exception
+    f: Callable[[], T],
+    is_root: bool,
+    broadcast: Callable[[Any], Any],
+    shared: type[Exception] = Exception,
 ) -> T:
     """Call ``f()`` in the root process and return its value, or raise its exception of the kind ``shared``, in all of them."""
     outcome: tuple[Any, Exception | None] = (None, None)

@@ -26,11 +26,19 @@ def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> Train
     """
 
     def place(slot: jax.Array, param: jax.Array) -> jax.Array:
-        alike = slot.shape[: param.ndim] == param.shape  # one of several vectors has them along further axes
-        return jax.device_put(slot, param.sharding) if alike and param.sharding.num_devices > 1 else slot
+        alike = (
+            slot.shape[: param.ndim] == param.shape
+        )  # one of several vectors has them along further axes
+        return (
+            jax.device_put(slot, param.sharding)
+            if alike and param.sharding.num_devices > 1
+            else slot
+        )
 
     params = jax.tree.map(jnp.copy, params)
-    opt_state = jax.tree.map(jnp.copy, optimizer.init(params))  # optax may hold one array in two places
+    opt_state = jax.tree.map(
+        jnp.copy, optimizer.init(params)
+    )  # optax may hold one array in two places
     return TrainState(jnp.int32(0), params, map_slots(place, opt_state, params))
 
 
@@ -40,10 +48,14 @@ def replicate_rest(state: TrainState) -> TrainState:
     if not meshes:
         return state
     everywhere = NamedSharding(meshes[0], PartitionSpec())
-    return jax.tree.map(lambda x: x if x.sharding.num_devices > 1 else jax.device_put(x, everywhere), state)
+    return jax.tree.map(
+        lambda x: x if x.sharding.num_devices > 1 else jax.device_put(x, everywhere), state
+    )
 
 
-def map_slots(f: Callable[[jax.Array, PyTree], PyTree], opt_state: PyTree, params: PyTree) -> PyTree:
+def map_slots(
+    f: Callable[[jax.Array, PyTree], PyTree], opt_state: PyTree, params: PyTree
+) -> PyTree:
     """Return an optimizer's state with ``f(slot, param)`` for each slot, an array that it holds for a parameter.
 
     A slot is a leaf whose path ends with that of the parameter, whatever its shape. (``optax.tree.map_params`` finds only
@@ -101,17 +113,26 @@ def make_train_step(
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step_fn(
-        state: TrainState, batch: Batch, solver: Solver | None = None, adjoint_solver: Solver | None = None
+        state: TrainState,
+        batch: Batch,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
     ) -> tuple[TrainState, Metrics]:
         def restart(*guesses: PyTree) -> tuple[Restart, ...]:
             return () if state.restart is None else (Restart(*guesses),)
 
         def loss_of(params: PyTree, adjoint_guess: PyTree) -> tuple[jax.Array, Info]:
-            return call_loss(loss_fn, params, batch, solver, adjoint_solver, *restart(guess, adjoint_guess))
+            return call_loss(
+                loss_fn, params, batch, solver, adjoint_solver, *restart(guess, adjoint_guess)
+            )
 
         guess, adjoint_guess = state.restart or (None, None)
-        gradient_fn = (value_and_grad if watch else jax.value_and_grad)(loss_of, argnums=(0, 1), has_aux=True)
-        (loss, info), (gradient, adjoint_trajectory), *results = gradient_fn(state.params, adjoint_guess)
+        gradient_fn = (value_and_grad if watch else jax.value_and_grad)(
+            loss_of, argnums=(0, 1), has_aux=True
+        )
+        (loss, info), (gradient, adjoint_trajectory), *results = gradient_fn(
+            state.params, adjoint_guess
+        )
         updates, opt_state = optax.with_extra_args_support(optimizer).update(
             gradient,
             state.opt_state,
@@ -133,11 +154,15 @@ def make_train_step(
 
             slope = total(ranks, jax.tree.map(lambda g, u: jnp.sum(g * u), gradient, updates))
             at = state.params, loss, slope
-            params, trajectory, trials, stuck = line_search.along(updates, *at, evaluate, trajectory)
+            params, trajectory, trials, stuck = line_search.along(
+                updates, *at, evaluate, trajectory
+            )
         ended = None if state.restart is None else Restart(trajectory, adjoint_trajectory)
         after = state._replace(params=params, opt_state=opt_state, restart=ended)
         after, metrics = finish_step(after, loss, gradient, info, ranks)
-        return after, metrics._replace(trials=trials, stuck=stuck, adjoint_result=results[0].adjoint if watch else None)
+        return after, metrics._replace(
+            trials=trials, stuck=stuck, adjoint_result=results[0].adjoint if watch else None
+        )
 
     return step_fn
 
@@ -155,7 +180,9 @@ def call_loss(loss_fn: LossFn, *args: PyTree) -> tuple[jax.Array, Info]:
     out: PyTree = loss_fn(*args)  # not yet checked
     parts = out if isinstance(out, tuple) else (out,)
     if len(parts) != 2 or not isinstance(parts[1], Info):
-        kinds = ["an array" if isinstance(part, jax.Array) else type(part).__name__ for part in parts]
+        kinds = [
+            "an array" if isinstance(part, jax.Array) else type(part).__name__ for part in parts
+        ]
         got = f"({', '.join(kinds)})" if isinstance(out, tuple) else f"{kinds[0]} only"
         raise TypeError(
             f"loss_fn must return (loss, info) with a lp_jax.train.Info; got {got}. For example: return loss, Info(total, "
@@ -172,7 +199,9 @@ def finish_step(
     if info.replace is not None:
         flat, new = (flatten_dict(tree, keep_empty_nodes=True) for tree in (params, info.replace))
         params = unflatten_dict(flat | new)
-    squares = jax.tree.map(lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params))
+    squares = jax.tree.map(
+        lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params)
+    )
     gradient_norm, norm = jnp.sqrt(total(ranks, squares))
     finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(norm)
     metrics = Metrics(loss, gradient_norm, finite, info._replace(replace=None, trajectory=None))

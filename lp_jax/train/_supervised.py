@@ -36,7 +36,9 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
         Array(1.386, dtype=float32)
     """
     counts = labels >= 0
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counts, labels, 0))
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(
+        logits, jnp.where(counts, labels, 0)
+    )
     return jnp.sum(jnp.where(counts, losses, 0)) / jnp.sum(counts).astype(losses.dtype)
 
 
@@ -51,7 +53,9 @@ def mean_squared_error(outputs: jax.Array, y: jax.Array) -> jax.Array:
     """
     if jnp.shape(outputs) != jnp.shape(y):
         hint = " Take y[:, None]." if jnp.shape(outputs) == (*jnp.shape(y), 1) else ""
-        raise ValueError(f"y must have the shape of the outputs, {jnp.shape(outputs)}; got {jnp.shape(y)}.{hint}")
+        raise ValueError(
+            f"y must have the shape of the outputs, {jnp.shape(outputs)}; got {jnp.shape(y)}.{hint}"
+        )
     return jnp.mean((outputs - jnp.asarray(y).astype(outputs.dtype)) ** 2)
 
 
@@ -125,12 +129,18 @@ def classification(
             f"{shape}"
         )
         if shape != wanted:
-            hint = ", which looks one-hot. Take jnp.argmax(labels, axis=-1)" if shape == logits.shape else ""
+            hint = (
+                ", which looks one-hot. Take jnp.argmax(labels, axis=-1)"
+                if shape == logits.shape
+                else ""
+            )
             raise ValueError(f"{said}{hint}.")
         if not jnp.issubdtype(dtype, jnp.integer):
             raise TypeError(f"{said}. Take labels.astype(int).")
         return cross_entropy(logits, labels), {
-            "correct": jnp.sum(jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels, dtype=jnp.int32),
+            "correct": jnp.sum(
+                jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels, dtype=jnp.int32
+            ),
             "total": jnp.sum(labels >= 0, dtype=jnp.int32),
             "outside": jnp.sum(labels >= logits.shape[-1], dtype=jnp.int32),
         }
@@ -138,7 +148,9 @@ def classification(
     return _supervised(model, score, penalty)
 
 
-def regression(model: Classifier, *, penalty: Callable[[Problem], jax.Array] | None = None) -> tuple[LossFn, PyTree]:
+def regression(
+    model: Classifier, *, penalty: Callable[[Problem], jax.Array] | None = None
+) -> tuple[LossFn, PyTree]:
     """Return the mean squared error of a model of values as a pure function of its parameters.
 
     Arguments and results are those of `classification`; the closing layer has as many outputs as there are values. Batches are
@@ -163,7 +175,11 @@ def _supervised(
     graphdef, state = nnx.split(model)
 
     def loss_fn(
-        params: PyTree, batch: Batch, solver: Solver, adjoint_solver: Solver | None, restart: Restart | None = None
+        params: PyTree,
+        batch: Batch,
+        solver: Solver,
+        adjoint_solver: Solver | None,
+        restart: Restart | None = None,
     ) -> tuple[jax.Array, Info]:
         x, y, keys = split_batch(batch)
         merged = nnx.merge(graphdef, params)
@@ -185,7 +201,9 @@ def _supervised(
     return loss_fn, nnx.to_pure_dict(state)
 
 
-def evaluate(loss_fn: LossFn, params: PyTree, batches: Iterable[Batch], *, solver: Solver = Serial()) -> Evaluation:
+def evaluate(
+    loss_fn: LossFn, params: PyTree, batches: Iterable[Batch], *, solver: Solver = Serial()
+) -> Evaluation:
     """Return loss and accuracy over a data set, by default of the exact network.
 
     The loss is a mean over the batch, as for `make_train_step`. Batches may differ in size; each size compiles once.
@@ -203,7 +221,9 @@ def _evaluate(
     return loss * info.total.astype(loss.dtype), info.correct, info.total
 
 
-def predict(model: Classifier, params: PyTree, x: PyTree, *, solver: Solver = Serial()) -> jax.Array:
+def predict(
+    model: Classifier, params: PyTree, x: PyTree, *, solver: Solver = Serial()
+) -> jax.Array:
     """Return the outputs of a model for a batch of inputs, the logits of a classifier, by default of the exact network.
 
     The parameters are those that `classification` or `regression` returns; the model's own are not used, and it may be in
@@ -231,16 +251,28 @@ def residuals(
     A batch is ``(x, labels)`` or ``(x, labels, key)``. ``adjoint_solver`` None means the settings of ``solver``. ``loss``
     gives the cotangent: `cross_entropy`, `mean_squared_error` or a function ``(outputs, y)`` of your own.
     """
-    return _residuals(nnx.graphdef(model), loss, params, batch, {"solver": solver, "adjoint_solver": adjoint_solver})
+    return _residuals(
+        nnx.graphdef(model),
+        loss,
+        params,
+        batch,
+        {"solver": solver, "adjoint_solver": adjoint_solver},
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _residuals(
-    graphdef: nnx.GraphDef, loss: Measure, params: PyTree, batch: Batch, solvers: Mapping[str, Solver | None]
+    graphdef: nnx.GraphDef,
+    loss: Measure,
+    params: PyTree,
+    batch: Batch,
+    solvers: Mapping[str, Solver | None],
 ) -> Residuals:
     model = nnx.merge(graphdef, params)
     x, y, keys = split_batch(batch)
-    solution, pullback = model.trunk.solve_vjp(model.opening(x), **model.context_of(x), **keys, **solvers)
+    solution, pullback = model.trunk.solve_vjp(
+        model.opening(x), **model.context_of(x), **keys, **solvers
+    )
     cotangent = jax.grad(lambda y1: loss(model.closing(y1), y))(solution.y1)
     norms = (jnp.sqrt(_tree.sum_of_squares(x)) for x in (solution.y1, cotangent))
     return Residuals(solution.stats, pullback(cotangent)[1], *norms)
@@ -249,20 +281,31 @@ def _residuals(
 def split_batch(batch: Batch) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
     """Return inputs, labels and, as keyword arguments of a solve, the random key of a batch, if it has one."""
     if not (isinstance(batch, tuple | list) and len(batch) in (2, 3)):
-        got = "one array" if isinstance(batch, jax.Array | np.ndarray) else f"a {type(batch).__name__} of {len(batch)}"
-        raise TypeError(f"a batch must be (x, labels), or (x, labels, key) for a model with dropout; got {got}.")
+        got = (
+            "one array"
+            if isinstance(batch, jax.Array | np.ndarray)
+            else f"a {type(batch).__name__} of {len(batch)}"
+        )
+        raise TypeError(
+            f"a batch must be (x, labels), or (x, labels, key) for a model with dropout; got {got}."
+        )
     x, labels, *key = batch
     return x, labels, {"key": key[0]} if key else {}
 
 
-def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross_entropy) -> tuple[Problem, State]:
+def inner(
+    model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross_entropy
+) -> tuple[Problem, State]:
     """Return the problem of a classifier's layers, of the longest block, and the cotangent of its last state."""
     graphdef = nnx.graphdef(model)
 
     def parts_of(model: Classifier) -> list[Any]:
         return list(getattr(model.trunk, "parts", [model.trunk]))
 
-    lengths = [getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0 for part in parts_of(model)]
+    lengths = [
+        getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0
+        for part in parts_of(model)
+    ]
     longest = lengths.index(max(lengths))
 
     def run(y: State, some: list[Any], context: dict[str, PyTree]) -> State:
@@ -271,20 +314,33 @@ def inner(model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross
         return y
 
     @jax.jit
-    def around(params: PyTree, x: PyTree, targets: PyTree, keys: dict[str, jax.Array]) -> tuple[State, PyTree, State]:
+    def around(
+        params: PyTree, x: PyTree, targets: PyTree, keys: dict[str, jax.Array]
+    ) -> tuple[State, PyTree, State]:
         merged = nnx.merge(graphdef, params)
         parts = parts_of(merged)
         context = {**merged.context_of(x), **keys}
         y = run(merged.opening(x), parts[:longest], context)
         y1 = run(y, parts[longest : longest + 1], context)
         after = parts[longest + 1 :]
-        return y, context, jax.grad(lambda y: loss(merged.closing(run(y, after, context)), targets))(y1)
+        return (
+            y,
+            context,
+            jax.grad(lambda y: loss(merged.closing(run(y, after, context)), targets))(y1),
+        )
 
     y, context, cotangent = around(params, *split_batch(batch))
     return parts_of(nnx.merge(graphdef, params))[longest].problem(y, **context), cotangent
 
 
-def plan(model: Classifier, params: PyTree, batch: Batch, *, loss: Measure = cross_entropy, **options: Any) -> Plan:
+def plan(
+    model: Classifier,
+    params: PyTree,
+    batch: Batch,
+    *,
+    loss: Measure = cross_entropy,
+    **options: Any,
+) -> Plan:
     """Plan the layers of a classifier with `lp_jax.plan`, for the state and the cotangent of a batch.
 
     Arguments are those of `residuals`. The options are those of `lp_jax.plan`: ``error``, ``workers``, ``machine``, ``seconds``

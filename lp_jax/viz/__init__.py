@@ -8,7 +8,8 @@ try:
     import matplotlib as _matplotlib  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"lp_jax.viz needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'", name=error.name
+        f"lp_jax.viz needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'",
+        name=error.name,
     ) from None
 
 from lp_jax.viz._answers import confusion as confusion

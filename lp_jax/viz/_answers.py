@@ -29,7 +29,9 @@ def confusion(matrix: np.ndarray, names: Sequence[str] = ()) -> Figure:
     """
     matrix = np.asarray(matrix)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.sum() == 0:
-        raise ValueError(f"matrix must be square and hold a count; got shape {matrix.shape}, sum {matrix.sum()}.")
+        raise ValueError(
+            f"matrix must be square and hold a count; got shape {matrix.shape}, sum {matrix.sum()}."
+        )
     if names and len(names) != len(matrix):
         raise ValueError(f"names must be {len(matrix)}, one for each class; got {len(names)}.")
     shares = 100 * matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
@@ -38,15 +40,26 @@ def confusion(matrix: np.ndarray, names: Sequence[str] = ()) -> Figure:
     fig = figure(f"Accuracy {right / matrix.sum():.1%}", width=size + 1.5, height=size)
     ax = fig.subplots()
     image = ax.imshow(shares, cmap="Blues", vmin=0, vmax=100)
-    dress(ax, x="answer of the network", y="true class", title=f"{right:,} of {matrix.sum():,} answers are right")
+    dress(
+        ax,
+        x="answer of the network",
+        y="true class",
+        title=f"{right:,} of {matrix.sum():,} answers are right",
+    )
     ax.grid(False)
     if classes <= _MOST_NAMES:
         labels = list(names) or [str(i) for i in range(classes)]
-        ax.set_xticks(range(classes), labels, rotation=90 if max(map(len, labels)) * classes > 60 else 0)
+        ax.set_xticks(
+            range(classes), labels, rotation=90 if max(map(len, labels)) * classes > 60 else 0
+        )
         ax.set_yticks(range(classes), labels)
         for i, j in zip(*np.nonzero(shares >= 0.5), strict=True):
             colour = "white" if shares[i, j] > 55 else INK
-            place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": min(NOTE, 200 / classes)}
+            place: dict[str, Any] = {
+                "ha": "center",
+                "va": "center",
+                "fontsize": min(NOTE, 200 / classes),
+            }
             ax.text(j, i, f"{shares[i, j]:.0f}", color=colour, **place)
     bar = fig.colorbar(image, ax=ax, shrink=0.8)
     bar.set_label("percent of the true class", fontsize=LABEL, color=INK)
@@ -75,7 +88,9 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
     errors, spreads = np.sqrt(np.mean((answers - truth) ** 2, axis=0)), np.std(truth, axis=0)
     count = min(len(errors), _MOST_PANELS)
     single, worse = count == 1, int(np.sum((errors >= spreads) & (errors > 0)))
-    title = f"Typical error {errors[0]:.2g}; values spread by {spreads[0]:.2g}" if single else "Answers"
+    title = (
+        f"Typical error {errors[0]:.2g}; values spread by {spreads[0]:.2g}" if single else "Answers"
+    )
     if not single and (known := spreads > 0).any():
         shares = errors[known] / spreads[known]
         ends = dict.fromkeys(f"{share:.2g}" for share in (shares.min(), shares.max()))
@@ -88,7 +103,15 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
         t, a = truth[:, number], answers[:, number]
         line = [float(np.nanmin([t, a])), float(np.nanmax([t, a]))]
         ax.plot(line, line, **DASHED)
-        ax.plot(t, a, "o", color=BLUE, markersize=4, alpha=min(1.0, 30 / np.sqrt(len(t))), markeredgewidth=0)
+        ax.plot(
+            t,
+            a,
+            "o",
+            color=BLUE,
+            markersize=4,
+            alpha=min(1.0, 30 / np.sqrt(len(t))),
+            markeredgewidth=0,
+        )
         ax.set_aspect("equal")
         title = f"Value {number + 1}: typical error {errors[number]:.2g}"
         title = "On the dashed line, the answer is the true value" if single else title

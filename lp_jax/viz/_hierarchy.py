@@ -22,13 +22,28 @@ from lp_jax._solvers._sweeps import Picard, Sweeps, Windowed
 from lp_jax.planning._schedule import Stop, count, path
 from lp_jax.planning._words import differences, iteration_name, iterations, numbered, summary
 from lp_jax.viz._schedule import COLOURS
-from lp_jax.viz._style import BLUE, GREY, INK, LABEL, NOTE, RED, bracket, dress, figure, legend, note, whole_numbers
+from lp_jax.viz._style import (
+    BLUE,
+    GREY,
+    INK,
+    LABEL,
+    NOTE,
+    RED,
+    bracket,
+    dress,
+    figure,
+    legend,
+    note,
+    whole_numbers,
+)
 
 _MOST_POINTS = 36  # of the finest level that are drawn in a row
 _MOST_ITERATIONS = 4  # that are drawn
 
 
-def hierarchy(solver: Solver, num_layers: int, *, t1: float = 1.0, adjoint_solver: Solver | None = None) -> Figure:
+def hierarchy(
+    solver: Solver, num_layers: int, *, t1: float = 1.0, adjoint_solver: Solver | None = None
+) -> Figure:
     """Draw how a solver goes through a network.
 
     For a solver with levels, the picture shows the path of its cycles, and the C- and F-points of each level over [0, t1];
@@ -64,7 +79,9 @@ def hierarchy(solver: Solver, num_layers: int, *, t1: float = 1.0, adjoint_solve
 def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
     """Draw the points of each level, in a row: all of them, or those of the first intervals."""
     layers, last = levels[0][0], len(levels) - 1
-    spans = list(itertools.accumulate((factor for _, factor in levels[:-1]), operator.mul, initial=1))
+    spans = list(
+        itertools.accumulate((factor for _, factor in levels[:-1]), operator.mul, initial=1)
+    )
     unit = spans[-1] if spans[-1] <= _MOST_POINTS else 1
     end = min(layers, _MOST_POINTS // unit * unit)
     size = float(np.clip(11000 / (end + 1) ** 1.15, 30, 130))
@@ -83,8 +100,20 @@ def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
         for kind, part in ({coarsest: shown} if factor == 1 else parts).items():
             ax.scatter(x[part], np.full(part.sum(), -level), zorder=3, **kinds[kind])
         if level < last:
-            ax.vlines(x[shown & coarse], -level - 1, -level, color=RED, linewidth=0.8, alpha=0.45, zorder=2)
-        _row_label(ax, level, f"level {level}\n{steps} steps, dt {'=' if layers % span == 0 else '≤'} {dt * span:.4g}")
+            ax.vlines(
+                x[shown & coarse],
+                -level - 1,
+                -level,
+                color=RED,
+                linewidth=0.8,
+                alpha=0.45,
+                zorder=2,
+            )
+        _row_label(
+            ax,
+            level,
+            f"level {level}\n{steps} steps, dt {'=' if layers % span == 0 else '≤'} {dt * span:.4g}",
+        )
         if end < layers:
             ax.text(1.02 * end, -level, "···", ha="left", va="center", fontsize=18, color=GREY)
     ax.set(xlim=(-0.6, (1.05 if end < layers else 1) * end + 0.6), ylim=(-last - 0.3, 0.3))
@@ -96,7 +125,9 @@ def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
 
 def _row_label(ax: Axes, level: int, text: str) -> None:
     transform = ax.get_yaxis_transform()
-    ax.text(-0.02, -level, text, ha="right", va="center", fontsize=NOTE, color=INK, transform=transform)
+    ax.text(
+        -0.02, -level, text, ha="right", va="center", fontsize=NOTE, color=INK, transform=transform
+    )
 
 
 def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> None:
@@ -105,10 +136,23 @@ def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> 
         ax.plot([i, i + 1], [-before.level, -after.level], zorder=1, **(_DOWN if down else _UP))
     for i, stop in enumerate(stops):
         solved = stop.label == "solve"
-        ax.scatter([i], [-stop.level], s=200, color=INK if solved else BLUE, marker="D" if solved else "o", zorder=3)
+        ax.scatter(
+            [i],
+            [-stop.level],
+            s=200,
+            color=INK if solved else BLUE,
+            marker="D" if solved else "o",
+            zorder=3,
+        )
         text = stop.label
         if len(stops) <= _MOST_WORDS:
-            text = "coarse solve" if solved else f"{text}-relaxation" if set(text) <= {"F", "C"} else text
+            text = (
+                "coarse solve"
+                if solved
+                else f"{text}-relaxation"
+                if set(text) <= {"F", "C"}
+                else text
+            )
             text = "final sweep" if i == len(stops) - 1 else text
         place = {"textcoords": "offset points", **_label_place(stops, i)}
         ax.annotate(text, (i, -stop.level), fontsize=LABEL, color=INK, **place)
@@ -141,7 +185,11 @@ def _label_place(stops: Sequence[Stop], i: int) -> dict[str, Any]:
         return {"xytext": (0, -15), "ha": "center", "va": "top"}
     if min(before, after) >= level:
         return {"xytext": (0, 14), "ha": "center", "va": "bottom"}
-    return {"xytext": (11, 6 if after > level else -6), "ha": "left", "va": "bottom" if after > level else "top"}
+    return {
+        "xytext": (11, 6 if after > level else -6),
+        "ha": "left",
+        "va": "bottom" if after > level else "top",
+    }
 
 
 def batches(solver: Solver, layers: int) -> list[tuple[int, int, str]]:
@@ -150,7 +198,9 @@ def batches(solver: Solver, layers: int) -> list[tuple[int, int, str]]:
     for event in count(solver, layers, kept=solver.keeps_states).events:
         starts = range(0, layers if event.in_turn else 1, event.layers)
         for first in starts:
-            drawn += [(first, min(event.layers, layers - first), event.phase)] * (event.times // len(starts))
+            drawn += [(first, min(event.layers, layers - first), event.phase)] * (
+                event.times // len(starts)
+            )
     return drawn
 
 
@@ -158,16 +208,27 @@ def _draw_batches(ax: Axes, every: Sequence[tuple[int, int, str]], layers: int, 
     alike = len(every) > 2 * _MOST_ALIKE and all(batch == (0, layers, batch[2]) for batch in every)
     shown = [*every[: _MOST_ALIKE - 1], every[-1]] if alike else every
     gap = 0.06 if len(shown) <= 32 else 0.0
-    times = [*range(len(shown) - 1), len(shown) - 1 + alike]  # room for the ones left out, before the last
+    times = [
+        *range(len(shown) - 1),
+        len(shown) - 1 + alike,
+    ]  # room for the ones left out, before the last
     for now, (first, number, phase) in zip(times, shown, strict=True):
-        ax.broken_barh([(first, number)], (now + gap, 1 - 2 * gap), facecolor=COLOURS[phase], linewidth=0, zorder=2)
+        ax.broken_barh(
+            [(first, number)],
+            (now + gap, 1 - 2 * gap),
+            facecolor=COLOURS[phase],
+            linewidth=0,
+            zorder=2,
+        )
     ax.set(xlim=(0, layers), ylim=(times[-1] + 1, 0))
     dress(ax, x="layer", y="time, in evaluations\nthat wait for each other")
     whole_numbers(ax.xaxis)
     whole_numbers(ax.yaxis)
     if alike:
         rest = f"···  {most}{len(every) - len(shown)} more, like these"
-        ax.text(layers / 2, times[-2] + 1.5, rest, ha="center", va="center", fontsize=LABEL, color=GREY)
+        ax.text(
+            layers / 2, times[-2] + 1.5, rest, ha="center", va="center", fontsize=LABEL, color=GREY
+        )
         ax.set_yticks([])
     phases = dict.fromkeys(phase for *_, phase in shown)
     handles = [Patch(color=COLOURS[phase], label=_PLAIN.get(phase, phase)) for phase in phases]
@@ -182,7 +243,11 @@ def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
     if type(adjoint) is not type(solver):
         return f"Adjoint: {summary(adjoint)}."
     differing = differences(solver, adjoint).items()
-    others = [f"{name} = {_words(value)}" for name, value in differing if name not in ("iterations", "sweeps")]
+    others = [
+        f"{name} = {_words(value)}"
+        for name, value in differing
+        if name not in ("iterations", "sweeps")
+    ]
     text = "Adjoint: the same from right to left"
     if adjoint.exact and not others:
         return f"{text}."
@@ -257,7 +322,9 @@ def _(solver: Newton, layers: int) -> Described:
 
 @describe.register
 def _(solver: Serial | Elementwise, layers: int) -> Described:
-    return Described(f"{layers} layers one after another: serial propagation", "exact, and the baseline")
+    return Described(
+        f"{layers} layers one after another: serial propagation", "exact, and the baseline"
+    )
 
 
 def variants(solver: Any) -> dict[str, Solver]:

@@ -25,14 +25,25 @@ def plan(found: Plan) -> Figure:
         ['devices']
     """
     fig = figure(_title(found))
-    looked_at = [(1e3 * c.cost.seconds, c.error) for c in found.choices if c.error and math.isfinite(c.error)]
+    looked_at = [
+        (1e3 * c.cost.seconds, c.error) for c in found.choices if c.error and math.isfinite(c.error)
+    ]
     *first, ax = fig.subplots(1, 2 if looked_at else 1, squeeze=False)[0]
     if first:
         _draw_errors(first[0], found, looked_at)
-    lines = {"layers": "layers", "data": "examples", "both": "layers and examples", "pipeline": "pipeline"}
+    lines = {
+        "layers": "layers",
+        "data": "examples",
+        "both": "layers and examples",
+        "pipeline": "pipeline",
+    }
     for i, (field, name) in enumerate(lines.items()):
         spent = [(row.devices, getattr(row, field)) for row in found.scaling()]
-        points = [(devices, found.serial_seconds / seconds) for devices, seconds in spent if seconds is not None]
+        points = [
+            (devices, found.serial_seconds / seconds)
+            for devices, seconds in spent
+            if seconds is not None
+        ]
         if points:
             ax.plot(*zip(*points, strict=True), label=name, **line_style(i))
     ax.axhline(1.0, color=GREY, linewidth=0.8)
@@ -46,8 +57,14 @@ def plan(found: Plan) -> Figure:
 
 def _title(result: Plan) -> str:
     if result.solver.exact:
-        gain, devices = max((result.serial_seconds / row.both, row.devices) for row in result.scaling() if row.both)
-        more = f"; predicted {times(gain)} times as fast on {devices:,} devices" if gain >= 1.15 else ""
+        gain, devices = max(
+            (result.serial_seconds / row.both, row.devices) for row in result.scaling() if row.both
+        )
+        more = (
+            f"; predicted {times(gain)} times as fast on {devices:,} devices"
+            if gain >= 1.15
+            else ""
+        )
         return f"{result.layers} layers: serial propagation{more}"
     where = f" on {result.workers} workers" if result.workers > 1 else ""
     solver = result.solver
@@ -59,7 +76,10 @@ def _title(result: Plan) -> str:
 
 
 def _draw_errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]]) -> None:
-    for name, good, marker, colour in (("exact enough", True, "o", BLUE), ("not exact enough", False, "x", GREY)):
+    for name, good, marker, colour in (
+        ("exact enough", True, "o", BLUE),
+        ("not exact enough", False, "x", GREY),
+    ):
         points = [(ms, error) for ms, error in looked_at if (error <= result.error) is good]
         if points:
             ax.plot(*zip(*points, strict=True), marker, color=colour, markersize=8, label=name)
@@ -67,7 +87,18 @@ def _draw_errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]
         best = 1e3 * result.best.cost.seconds, result.best.error
         ax.plot(*best, "o", color=BLUE, markersize=15, mfc="none", label="best")
     ax.axvline(1e3 * result.serial.cost.seconds, color=RED, linewidth=1.8, label="serial")
-    ax.axhline(result.error, color=GREEN, linewidth=1.4, linestyle="--", label=f"asked for: {result.error:.0e}")
+    ax.axhline(
+        result.error,
+        color=GREEN,
+        linewidth=1.4,
+        linestyle="--",
+        label=f"asked for: {result.error:.0e}",
+    )
     logarithmic(ax, "x", "y")
     legend(ax, "below")
-    dress(ax, x="ms per training step, predicted", y="error of the gradient", title="Solvers: cost and error")
+    dress(
+        ax,
+        x="ms per training step, predicted",
+        y="error of the gradient",
+        title="Solvers: cost and error",
+    )

@@ -16,7 +16,21 @@ from lp_jax._solvers._solver import Solver
 from lp_jax.planning._schedule import count
 from lp_jax.planning._words import numbered, summary
 from lp_jax.planning._work import Event
-from lp_jax.viz._style import BLUE, GREEN, INK, NOTE, ORANGE, PURPLE, RED, SKY, bracket, dress, figure, legend, note
+from lp_jax.viz._style import (
+    BLUE,
+    GREEN,
+    INK,
+    NOTE,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    bracket,
+    dress,
+    figure,
+    legend,
+    note,
+)
 
 COLOURS = collections.defaultdict(
     lambda: SKY,  # of coarse relaxation, and of phases of a solver from outside
@@ -57,7 +71,9 @@ class Timeline(NamedTuple):
     end: float
 
 
-def schedule(solver: Solver, num_layers: int, *, workers: int = 8, adjoint_solver: Solver | None = None) -> Figure:
+def schedule(
+    solver: Solver, num_layers: int, *, workers: int = 8, adjoint_solver: Solver | None = None
+) -> Figure:
     """Draw the work of each worker over time in a training step, value and gradient.
 
     Time counts evaluations of a layer, as `lp_jax.planning.training_step` does: of one after another if the solver's
@@ -95,7 +111,13 @@ def schedule(solver: Solver, num_layers: int, *, workers: int = 8, adjoint_solve
     names, owned = {}, parts(solver.resolve(num_layers), num_layers, workers)
     for worker in range(0, workers, math.ceil(workers / _MOST_LABELS)):  # some, if there are many
         own = owned[worker]
-        some = f"layers {own[0]}-{own[-1]}" if len(own) > 1 else f"layer {own[0]}" if own else "no layers"
+        some = (
+            f"layers {own[0]}-{own[-1]}"
+            if len(own) > 1
+            else f"layer {own[0]}"
+            if own
+            else "no layers"
+        )
         names[worker] = f"worker {worker}: {some}"
     ax.set_yticks([*names, workers], [*names.values(), "serial,\none worker"])
     dress(ax, x="time, in evaluations of a layer", y="")
@@ -145,7 +167,11 @@ def _timeline(solver: Solver, layers: int, workers: int, *, kept: bool, adjoint:
     order = range(workers)[::way]
 
     def key(event: Event) -> tuple[bool, bool, str]:
-        return event.in_turn, event.kind == "message" and not event.in_turn, event.phase if event.in_turn else ""
+        return (
+            event.in_turn,
+            event.kind == "message" and not event.in_turn,
+            event.phase if event.in_turn else "",
+        )
 
     for (in_turn, sent, _), group in itertools.groupby(events, key):
         work = _lengths(event for event in group if event.kind != "message")
@@ -156,7 +182,9 @@ def _timeline(solver: Solver, layers: int, workers: int, *, kept: bool, adjoint:
                 blocks += [Block(worker, phase, now, end) for worker in active]
                 now = end
             if sent or (in_turn and work):
-                messages += [Message(worker, worker + way, now) for worker in active if worker != order[-1]]
+                messages += [
+                    Message(worker, worker + way, now) for worker in active if worker != order[-1]
+                ]
     return Timeline(blocks, messages, now)
 
 
@@ -179,11 +207,15 @@ def _draw(ax: Axes, line: Timeline, start: float) -> None:
         lanes[block.worker, block.phase].append((start + block.start, block.end - block.start))
     for (worker, phase), spans in lanes.items():
         place = (worker - _LANE / 2, _LANE)
-        ax.broken_barh(spans, place, facecolor=COLOURS[phase], edgecolor="white", linewidth=1.0, zorder=2)
+        ax.broken_barh(
+            spans, place, facecolor=COLOURS[phase], edgecolor="white", linewidth=1.0, zorder=2
+        )
     for message in line.messages:
         way = message.to - message.worker
         ends = (message.worker + way * _LANE / 2, message.to - way * _LANE / 2)
-        ax.plot([start + message.time] * 2, ends, color=INK, linewidth=1.4, zorder=3, label="_message")
+        ax.plot(
+            [start + message.time] * 2, ends, color=INK, linewidth=1.4, zorder=3, label="_message"
+        )
     if line.messages:
         times = [start + message.time for message in line.messages]
         places = [message.to - way * (_LANE / 2 + 0.08) for message in line.messages]

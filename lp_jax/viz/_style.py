@@ -13,7 +13,14 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 # Okabe and Ito, "Color universal design", 2008
-BLUE, ORANGE, GREEN, PURPLE, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
+BLUE, ORANGE, GREEN, PURPLE, SKY, RED = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+)
 COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P")
 INK, GREY, FAINT = "#222222", "#666666", "#DDDDDD"
@@ -57,7 +64,11 @@ def line_style(number: int, *, marked: bool = False) -> dict[str, Any]:
     """Return the colour, width and dashes of a line among others; for few points, markers instead of dashes."""
     marks = {"marker": MARKERS[number % len(MARKERS)], "markersize": 8}
     dashes = {"linestyle": ("-", "--", ":", "-.")[number % 4]}
-    return {"color": COLOURS[number % len(COLOURS)], "linewidth": 2.3, **(marks if marked else dashes)}
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linewidth": 2.3,
+        **(marks if marked else dashes),
+    }
 
 
 DASHED: dict[str, Any] = {"color": GREY, "linewidth": 1.3, "linestyle": (0, (2, 2)), "zorder": 1}
@@ -67,12 +78,16 @@ DASHED: dict[str, Any] = {"color": GREY, "linewidth": 1.3, "linestyle": (0, (2, 
 def logarithmic(ax: Axes, *names: str) -> None:
     """Make the axes "x" or "y" logarithmic where a line has a positive value, with ticks closer on a short axis."""
     for name in names:
-        if not any(np.nanmax(getattr(line, f"get_{name}data")(), initial=0) > 0 for line in ax.lines):
+        if not any(
+            np.nanmax(getattr(line, f"get_{name}data")(), initial=0) > 0 for line in ax.lines
+        ):
             continue
         ax.set(**{f"{name}scale": "log"})
         axis: Axis = getattr(ax, f"{name}axis")
         low, high = axis.get_view_interval()
-        between = (1,) if high > 1e3 * low else (1, 2, 5) if high > 20 * low else (1, 1.5, 2, 3, 5, 7)
+        between = (
+            (1,) if high > 1e3 * low else (1, 2, 5) if high > 20 * low else (1, 1.5, 2, 3, 5, 7)
+        )
         if high > 3 * low:
             axis.set(major_locator=LogLocator(subs=between), major_formatter=lambda x, _: number(x))
         else:
@@ -97,7 +112,12 @@ def number(value: float) -> str:
 _PLACES: dict[str, dict[str, Any]] = {
     "above": {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0)},
     "below": {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 2},
-    "outside": {"loc": "center left", "bbox_to_anchor": (1.01, 0.5), "alignment": "left", "title_fontsize": LABEL},
+    "outside": {
+        "loc": "center left",
+        "bbox_to_anchor": (1.01, 0.5),
+        "alignment": "left",
+        "title_fontsize": LABEL,
+    },
 }
 
 
@@ -109,12 +129,26 @@ def legend(ax: Axes, place: str, **options: Any) -> None:
 
 def bracket(ax: Axes, start: float, end: float, y: float, text: str) -> None:
     """Name a part of the x-axis, at height ``y``."""
-    ax.annotate("", (start, y), (end, y), arrowprops={"arrowstyle": "|-|", "color": GREY, "mutation_scale": 4})
-    place: dict[str, Any] = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+    ax.annotate(
+        "",
+        (start, y),
+        (end, y),
+        arrowprops={"arrowstyle": "|-|", "color": GREY, "mutation_scale": 4},
+    )
+    place: dict[str, Any] = {
+        "xytext": (0, 2),
+        "textcoords": "offset points",
+        "ha": "center",
+        "va": "bottom",
+    }
     ax.annotate(text, ((start + end) / 2, y), **place, fontsize=NOTE, color=INK)
 
 
 def note(fig: Figure, *paragraphs: str) -> None:
     """Write a few lines below a picture."""
-    text = "\n".join(textwrap.fill(paragraph, round(10 * fig.get_figwidth())) for paragraph in paragraphs if paragraph)
+    text = "\n".join(
+        textwrap.fill(paragraph, round(10 * fig.get_figwidth()))
+        for paragraph in paragraphs
+        if paragraph
+    )
     fig.supxlabel(text, fontsize=NOTE, color=GREY, x=0.02, ha="left")

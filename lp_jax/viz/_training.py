@@ -12,7 +12,18 @@ from matplotlib.ticker import PercentFormatter
 from lp_jax.planning._words import numbered
 from lp_jax.train._divergence import convergence_warning
 from lp_jax.train._log import unflat
-from lp_jax.viz._style import DASHED, INK, dress, figure, legend, line_style, logarithmic, note, number, whole_numbers
+from lp_jax.viz._style import (
+    DASHED,
+    INK,
+    dress,
+    figure,
+    legend,
+    line_style,
+    logarithmic,
+    note,
+    number,
+    whole_numbers,
+)
 
 Rows = Sequence[Mapping[str, object]]
 
@@ -32,7 +43,9 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
         ['training loss', 'test accuracy']
     """
     window, losses = _losses(runs)
-    of_classes = any(np.isfinite(_columns(rows, "test", "accuracy")[1]).any() for rows in runs.values())
+    of_classes = any(
+        np.isfinite(_columns(rows, "test", "accuracy")[1]).any() for rows in runs.values()
+    )
     score, shown = ("accuracy", "{:.1%}") if of_classes else ("loss", "{:.3g}")
     tests = {name: _columns(rows, "test", score) for name, rows in runs.items()}
     final = {name: shown.format(scores[-1]) for name, (_, scores) in tests.items() if scores.size}
@@ -48,7 +61,9 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
         if window > 1:
             loss_ax.plot(steps, values, color=line_style(i)["color"], linewidth=0.7, alpha=0.3)
         loss_ax.plot(steps, means, label=name, **line_style(i))
-        test_ax.plot(*tests[name], label=f"{name}: {final[name]}" if name in final else name, **line_style(i))
+        test_ax.plot(
+            *tests[name], label=f"{name}: {final[name]}" if name in final else name, **line_style(i)
+        )
     logarithmic(loss_ax, "y")
     mean = f", and its mean over {window} steps" if window > 1 else ""
     dress(loss_ax, x="training step", y="training loss", title=f"Loss of each batch{mean}")
@@ -97,12 +112,21 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
     for i, (name, (seconds, accuracies)) in enumerate(lines.items()):
         ax.plot(seconds, accuracies, label=name, **line_style(i))
         if name in reached:
-            look = line_style(i, marked=True) | {"markersize": 12, "markeredgecolor": "white", "zorder": 5}
+            look = line_style(i, marked=True) | {
+                "markersize": 12,
+                "markeredgecolor": "white",
+                "zorder": 5,
+            }
             ax.plot([reached[name]], [target], **look)
     ax.axhline(target, **DASHED)
     ax.set_xlim(left=0)
     _accuracy_axis(ax, [accuracies for _, accuracies in lines.values()], target)
-    dress(ax, x="seconds of training", y="test accuracy", title=f"Markers: where {target:.1%} is reached")
+    dress(
+        ax,
+        x="seconds of training",
+        y="test accuracy",
+        title=f"Markers: where {target:.1%} is reached",
+    )
     legend(ax, "lower right")
     return fig
 
@@ -137,7 +161,9 @@ def costs(runs: Mapping[str, Rows]) -> Figure:
     return fig
 
 
-def residuals(rows: Rows, *, iteration: str = "cycle", solvers: tuple[str, str] = ("", "")) -> Figure:
+def residuals(
+    rows: Rows, *, iteration: str = "cycle", solvers: tuple[str, str] = ("", "")
+) -> Figure:
     """Draw the residual norm per cycle, forward and adjoint, at four moments of training, the first and the last included.
 
     Args:
@@ -158,16 +184,26 @@ def residuals(rows: Rows, *, iteration: str = "cycle", solvers: tuple[str, str] 
     probes = [row for row in rows if row["kind"] == "probe" and unflat("forward_residual", row)]
     if not probes:
         raise ValueError("rows holds no row of kind 'probe' with residual norms.")
-    chosen = [probes[i] for i in sorted(set(np.linspace(0, len(probes) - 1, 4).round().astype(int)))]
+    chosen = [
+        probes[i] for i in sorted(set(np.linspace(0, len(probes) - 1, 4).round().astype(int)))
+    ]
     solves = "forward", "adjoint"
-    histories = {solve: [np.array(unflat(f"{solve}_residual", row)) for row in chosen] for solve in solves}
+    histories = {
+        solve: [np.array(unflat(f"{solve}_residual", row)) for row in chosen] for solve in solves
+    }
     fig = figure(_residuals_title(chosen, histories, iteration))
     axes = fig.subplots(1, 2)
     for ax, (solve, norms_at), name in zip(axes, histories.items(), solvers, strict=True):
         for i, (row, norms) in enumerate(zip(chosen, norms_at, strict=True)):
             known = np.flatnonzero(norms >= 0)
             shade = 0.35 + 0.65 * (i + 1) / len(chosen)
-            ax.plot(known + 1, norms[known], alpha=shade, label=f"step {row['step']}", **line_style(i, marked=True))
+            ax.plot(
+                known + 1,
+                norms[known],
+                alpha=shade,
+                label=f"step {row['step']}",
+                **line_style(i, marked=True),
+            )
         logarithmic(ax, "y")
         ax.margins(x=0.08)
         whole_numbers(ax.xaxis)
@@ -217,7 +253,16 @@ def gradient_errors(
         ax.plot(np.arange(1, len(values) + 1), values, label=name, **line_style(i, marked=True))
     if run is not None:
         name, iterations, error = run
-        ax.plot([iterations], [error], "*", color=INK, markersize=20, label=name, markeredgecolor="white", zorder=5)
+        ax.plot(
+            [iterations],
+            [error],
+            "*",
+            color=INK,
+            markersize=20,
+            label=name,
+            markeredgecolor="white",
+            zorder=5,
+        )
     logarithmic(ax, "y")
     whole_numbers(ax.xaxis)
     ax.margins(x=0.06)
@@ -229,7 +274,9 @@ def gradient_errors(
 def _columns(rows: Rows, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps of the rows of a kind that have a value of this name, and the values."""
     pairs = [(row["step"], row[name]) for row in rows if row["kind"] == kind and name in row]
-    return np.array([step for step, _ in pairs], float), np.array([value for _, value in pairs], float)  # None is NaN
+    return np.array([step for step, _ in pairs], float), np.array(
+        [value for _, value in pairs], float
+    )  # None is NaN
 
 
 def _require(runs: Mapping[str, Rows], *kinds: str) -> None:
@@ -241,7 +288,9 @@ def _require(runs: Mapping[str, Rows], *kinds: str) -> None:
             raise ValueError(f"the run {name!r} has no row of kind {missing[0]!r}.")
 
 
-def _losses(runs: Mapping[str, Rows]) -> tuple[int, dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+def _losses(
+    runs: Mapping[str, Rows],
+) -> tuple[int, dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Return the steps of training of each run, their losses, and the means over the last ``window`` steps; window first.
 
     The window is a thirtieth of the longest run.
@@ -249,8 +298,13 @@ def _losses(runs: Mapping[str, Rows]) -> tuple[int, dict[str, tuple[np.ndarray, 
     _require(runs, "train")
     losses = {name: _columns(rows, "train", "loss") for name, rows in runs.items()}
     window = max(1, *(len(steps) // 30 for steps, _ in losses.values()))
-    lasts = {name: [v[max(0, end - window) : end] for end in range(1, len(v) + 1)] for name, (_, v) in losses.items()}
-    return window, {name: (*losses[name], np.array(list(map(np.mean, parts)))) for name, parts in lasts.items()}
+    lasts = {
+        name: [v[max(0, end - window) : end] for end in range(1, len(v) + 1)]
+        for name, (_, v) in losses.items()
+    }
+    return window, {
+        name: (*losses[name], np.array(list(map(np.mean, parts)))) for name, parts in lasts.items()
+    }
 
 
 def _accuracy_axis(ax: Axes, lines: Sequence[np.ndarray], *shown: float) -> None:
@@ -262,7 +316,9 @@ def _accuracy_axis(ax: Axes, lines: Sequence[np.ndarray], *shown: float) -> None
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
-def _residuals_title(chosen: Rows, histories: Mapping[str, Sequence[np.ndarray]], iteration: str) -> str:
+def _residuals_title(
+    chosen: Rows, histories: Mapping[str, Sequence[np.ndarray]], iteration: str
+) -> str:
     """Title with the reduction of each solve's residual norm. Norms at the level of rounding do not count as growth."""
     factors, grown = [], []
     for solve, norms_at in histories.items():
@@ -282,7 +338,9 @@ def _residuals_title(chosen: Rows, histories: Mapping[str, Sequence[np.ndarray]]
         return "The residual norms are as small as rounding lets them be"
     if min(factors) < _SETTLED:
         return f"The residual norm falls by factors of up to {highest}"
-    return f"The residual norm falls by a factor of {lowest}" + (f" to {highest}" if highest != lowest else "")
+    return f"The residual norm falls by a factor of {lowest}" + (
+        f" to {highest}" if highest != lowest else ""
+    )
 
 
 _SETTLED = 1.5  # a smaller reduction does not count as one
@@ -296,4 +354,6 @@ def _race_title(first: str, seconds: Mapping[str, float], target: float) -> str:
     title = f"{best[:1].upper()}{best[1:]} training reaches {target:.1%} in {seconds[best]:.3g} s"
     if first == best:
         return title
-    return f"{title}, {first} training " + (f"in {seconds[first]:.3g} s" if first in seconds else "never")
+    return f"{title}, {first} training " + (
+        f"in {seconds[first]:.3g} s" if first in seconds else "never"
+    )

@@ -33,7 +33,18 @@ from lp_jax.planning._words import code
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-SMALL = ["--layers", "8", "--width", "6", "--batch-size", "200", "--epochs", "2", "--log-every", "3"]
+SMALL = [
+    "--layers",
+    "8",
+    "--width",
+    "6",
+    "--batch-size",
+    "200",
+    "--epochs",
+    "2",
+    "--log-every",
+    "3",
+]
 STEPS = 2 * (1437 // 200)
 SWEEPS = ["--solver", "Picard", "--solver.sweeps", "2"]  # compiles quickly, and so do these cycles
 MEAN = ["--solver.coarse_step", "Rediscretize", "--solver.coarse_step.params", "mean"]
@@ -58,9 +69,20 @@ def rows_of(folder, kind="train"):
 def test_help_shows_examples_groups_and_defaults(cli):
     code, out, _ = cli("train", "mnist", "--model", "conv", "--help-all")
     assert code == 0 and "lp-jax train mnist --data ~/mnist" in out
-    for title in ("Data and model:", "Residual layers of two convolutions:", "Training:", "Solvers:", "Output:"):
+    for title in (
+        "Data and model:",
+        "Residual layers of two convolutions:",
+        "Training:",
+        "Solvers:",
+        "Output:",
+    ):
         assert f"\n{title}\n" in out
-    for option, default in (("--layers", "32"), ("--t1", "1.0"), ("--epochs", "5"), ("--stride", "1")):
+    for option, default in (
+        ("--layers", "32"),
+        ("--t1", "1.0"),
+        ("--epochs", "5"),
+        ("--stride", "1"),
+    ):
         assert re.search(rf"{option} [^-]*default: {default}\)", " ".join(out.split()))
     assert "default: null" not in out and "--heads" not in out
 
@@ -87,9 +109,14 @@ def solvers(*args, model=_models.Dense()):
     return found
 
 
-FULL = lp_jax.MGRIT(levels=3, coarsening=(4, 2), rtol=1e-3, relaxation=("FCF", "FCFCF"), cycle="W", at_once=8)
+FULL = lp_jax.MGRIT(
+    levels=3, coarsening=(4, 2), rtol=1e-3, relaxation=("FCF", "FCFCF"), cycle="W", at_once=8
+)
 FULL = dataclasses.replace(
-    FULL, coarse_step=lp_jax.Rediscretize(params="mean"), coarsest=lp_jax.Picard(sweeps=3), iterations=5
+    FULL,
+    coarse_step=lp_jax.Rediscretize(params="mean"),
+    coarsest=lp_jax.Picard(sweeps=3),
+    iterations=5,
 )
 NEWTON = "--solver Newton --solver.batch_axes 1"
 CLIPPED = lp_jax.Newton(jacobian="diagonal", damping=lp_jax.Clip(limit=0.5), batch_axes=1)
@@ -108,8 +135,14 @@ PAIRS = {  # forward and adjoint; one where both are the same
         dataclasses.replace(FULL, iterations=2, rtol=None, atol=None),
     ),
     "": _models.Dense.solvers,
-    "--solver Picard --solver.sweeps 3 --adjoint_iterations 2": (lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2)),
-    "--solver Windowed --solver.windows 8 --adjoint_solver MGRIT": (lp_jax.Windowed(windows=8), lp_jax.MGRIT()),
+    "--solver Picard --solver.sweeps 3 --adjoint_iterations 2": (
+        lp_jax.Picard(sweeps=3),
+        lp_jax.Picard(sweeps=2),
+    ),
+    "--solver Windowed --solver.windows 8 --adjoint_solver MGRIT": (
+        lp_jax.Windowed(windows=8),
+        lp_jax.MGRIT(),
+    ),
     "--adjoint_solver Serial": (_models.Dense.solvers[0], lp_jax.Serial()),
     f"{NEWTON} --solver.iterations 7": (
         lp_jax.Newton(iterations=7, batch_axes=1),
@@ -124,7 +157,10 @@ def test_options_build_the_solver_that_they_name_and_the_adjoint_follows(text):
     found, wanted = solvers(*text.split()), PAIRS[text]
     assert found == (wanted if isinstance(wanted, tuple) else (wanted, wanted))
     assert eval(code(found), vars(lp_jax)) == found
-    assert text or solvers(model=_models.GRU()) == (_models.CYCLES, _models.CYCLES)  # a recurrent network's own
+    assert text or solvers(model=_models.GRU()) == (
+        _models.CYCLES,
+        _models.CYCLES,
+    )  # a recurrent network's own
 
 
 def test_a_solver_of_the_user_is_named_by_its_module(cli, tmp_path, monkeypatch):
@@ -137,12 +173,27 @@ def test_a_solver_of_the_user_is_named_by_its_module(cli, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     code, out, _ = cli("train", "digits", "--solver.help", "mine.Jacobi")
     assert code == 0 and "Weight of a sweep." in out
-    forward, adjoint = solvers("--solver", "mine.Jacobi", "--solver.weight", "0.5", "--adjoint_iterations", "1")
-    assert type(forward).__name__ == "Jacobi" and forward.weight == adjoint.weight == 0.5 and adjoint.sweeps == 1
+    forward, adjoint = solvers(
+        "--solver", "mine.Jacobi", "--solver.weight", "0.5", "--adjoint_iterations", "1"
+    )
+    assert (
+        type(forward).__name__ == "Jacobi"
+        and forward.weight == adjoint.weight == 0.5
+        and adjoint.sweeps == 1
+    )
 
 
 def test_another_class_of_solver_inherits_nothing_from_a_stored_one():
-    args = ["--solver", "MGRIT", "--solver.storage", "all", "--adjoint_iterations", "1", "--devices", "2"]
+    args = [
+        "--solver",
+        "MGRIT",
+        "--solver.storage",
+        "all",
+        "--adjoint_iterations",
+        "1",
+        "--devices",
+        "2",
+    ]
     _, stored = options(*args)
     args = ["--solver", "Picard", "--layers", "8"]
     kept = _options.overridden(stored, _options.first_look(args, "lp-jax train digits"), ())
@@ -150,25 +201,34 @@ def test_another_class_of_solver_inherits_nothing_from_a_stored_one():
     assert _options.solvers(given, _models.Dense()) == (lp_jax.Picard(), lp_jax.Picard())
     assert (given.layers, given.devices) == (8, 2)
     given, _ = options("--solver.iterations", "3", stored=stored)
-    assert given.solver == lp_jax.MGRIT(storage="all", iterations=3) and given.adjoint_iterations == 1
+    assert (
+        given.solver == lp_jax.MGRIT(storage="all", iterations=3) and given.adjoint_iterations == 1
+    )
 
 
 def test_a_file_gives_options_and_the_command_line_wins(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("layers: 8\nepochs: 3\nsolver:\n  class_path: MGRIT\n  init_args: {levels: 3}\n")
+    file.write_text(
+        "layers: 8\nepochs: 3\nsolver:\n  class_path: MGRIT\n  init_args: {levels: 3}\n"
+    )
     given, _ = options("--config", str(file), "--epochs", "4", "--solver.iterations", "1")
     assert (given.layers, given.epochs) == (8, 4)
     assert given.solver == lp_jax.MGRIT(levels=3, iterations=1)
 
 
-LAUGHS = "\n".join(["a0: &a0 []", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))])
+LAUGHS = "\n".join(
+    ["a0: &a0 []", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
+)
 FILES = {
     "a wrong value": ("checkpoint_every: 0", "--checkpoint_every: 0 is not above 0"),
     "nothing": ("", "must hold options by name"),
     "numbered": ("3: 4", "must hold options by name"),
     "no YAML": ("a: b: c", "cannot be read as YAML or JSON"),
     "a class of number 3": ("solver: {class_path: 3}", "class_path must be a name"),
-    "options in a list": ("solver: {class_path: MGRIT, init_args: [1]}", "init_args options by name"),
+    "options in a list": (
+        "solver: {class_path: MGRIT, init_args: [1]}",
+        "init_args options by name",
+    ),
     "nine-fold aliases": (LAUGHS, "holds 10,000 values or more"),
     "endless": ("a: &a [*a]", "cannot be read as YAML or JSON"),
     "a folder that is none": ("out: {a: 1}", "--out"),
@@ -181,7 +241,9 @@ FILES = {
 def test_a_file_of_anything_else_is_wrong_use(cli, tmp_path, name):
     text, message = FILES[name]
     (tmp_path / "run.yaml").write_text(text)
-    code, _, err = cli("train", "digits", "--config", tmp_path / "run.yaml", "--out", tmp_path / "run")
+    code, _, err = cli(
+        "train", "digits", "--config", tmp_path / "run.yaml", "--out", tmp_path / "run"
+    )
     assert code == 2 and message in one_line(err)
 
 
@@ -247,10 +309,19 @@ def test_wrong_options_are_refused_in_one_line(cli, tmp_path, options):
 
 def test_an_empty_folder_of_the_user_stays(cli, tmp_path):
     code, _, err = cli("train", "digits", "--out", tmp_path, "--layers", 0)
-    assert code == 2 and "--layers must be at least 1" in one_line(err) and list(tmp_path.iterdir()) == []
+    assert (
+        code == 2
+        and "--layers must be at least 1" in one_line(err)
+        and list(tmp_path.iterdir()) == []
+    )
 
 
-MEANT = {"trian digits": "train", "train digit": "digits", "plan digit": "digits", "bench rank": "ranks"}
+MEANT = {
+    "trian digits": "train",
+    "train digit": "digits",
+    "plan digit": "digits",
+    "bench rank": "ranks",
+}
 MEANT["demo --layer 3"] = "--layers"
 
 
@@ -271,13 +342,17 @@ def test_values_of_ones_own(cli, tmp_path, monkeypatch):
     options = [*data, *SWEEPS, "--epochs", "20", "--learning-rate", "1e-2", "--no-compare"]
     code, out, err = cli("train", "arrays", "--out", tmp_path / "run", *options)
     assert code == 0 and "test loss" in out and "accuracy" not in out + err
-    assert "240 examples to train with, 60 held out; y: floating-point values; scaled to mean 0" in err
+    assert (
+        "240 examples to train with, 60 held out; y: floating-point values; scaled to mean 0" in err
+    )
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["results"]["layer-parallel"]
     assert found["test_loss"] < 0.05 and "test_accuracy" not in found
     for name in ("curves.png", "predictions.png"):
         assert (tmp_path / "run" / name).stat().st_size > 10_000
     machine(1e-5, 1e-5, at_once=(1, 8), examples=32).save(tmp_path / "machine.json")
-    code, out, _ = cli("plan", "arrays", *data, "--machine", tmp_path / "machine.json", "--seconds", "0.01")
+    code, out, _ = cli(
+        "plan", "arrays", *data, "--machine", tmp_path / "machine.json", "--seconds", "0.01"
+    )
     assert code == 0 and "Use solver=" in out
 
 
@@ -285,7 +360,10 @@ def test_values_of_ones_own(cli, tmp_path, monkeypatch):
 def finished(tmp_path_factory):
     """A small run with all that a run leaves; the solvers that one picture compares are fewer and shorter."""
     folder = tmp_path_factory.mktemp("runs") / "digits"
-    variants = lambda solver: {"injection": dataclasses.replace(solver, coarse_step=INJECT), "as it is": solver}  # noqa: E731
+    variants = lambda solver: {  # noqa: E731
+        "injection": dataclasses.replace(solver, coarse_step=INJECT),
+        "as it is": solver,
+    }
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.setattr(_report, "ITERATIONS", 1)
         patch.setattr(viz._hierarchy, "variants", variants)
@@ -297,21 +375,35 @@ def finished(tmp_path_factory):
 
 def test_a_run_leaves_what_it_says(finished):
     names = {path.name for path in finished.iterdir()}
-    pictures = {"curves.png", "costs.png", "residuals.png", "gradient_error.png", "hierarchy.png", "confusion.png"}
-    assert names == {"metrics.jsonl", "summary.json", "config.json", "checkpoints", "serial"} | pictures
+    pictures = {
+        "curves.png",
+        "costs.png",
+        "residuals.png",
+        "gradient_error.png",
+        "hierarchy.png",
+        "confusion.png",
+    }
+    assert (
+        names
+        == {"metrics.jsonl", "summary.json", "config.json", "checkpoints", "serial"} | pictures
+    )
     assert all((finished / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     summary = json.loads((finished / "summary.json").read_text())
     assert set(summary["results"]) == {"layer-parallel", "serial"}
     for name, folder in (("layer-parallel", finished), ("serial", finished / "serial")):
         steps, result = rows_of(folder), summary["results"][name]
-        assert [row["step"] for row in steps] == list(range(1, STEPS + 1)) and result["steps"] == STEPS
+        assert [row["step"] for row in steps] == list(range(1, STEPS + 1)) and result[
+            "steps"
+        ] == STEPS
         assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [str(STEPS)]
         assert name == "layer-parallel" or result["work"] / 200 == result["depth"] == STEPS * 3 * 8
         assert result["test_accuracy"] == rows_of(folder, "test")[-1]["accuracy"]
         assert result["time_per_step"] == np.median([row["step_time"] for row in steps])
     probe = rows_of(finished, "probe")[-1]
     assert summary["results"]["layer-parallel"]["gradient_error"] == probe["gradient_error"] < 0.5
-    assert probe["forward_residual_4"] < probe["forward_residual_2"] and "adjoint_residual_4" in probe
+    assert (
+        probe["forward_residual_4"] < probe["forward_residual_2"] and "adjoint_residual_4" in probe
+    )
     assert "gradient_error" not in summary["results"]["serial"]
     # the same seed: nearly the same network
     accuracies = [result["test_accuracy"] for result in summary["results"].values()]
@@ -321,7 +413,17 @@ def test_a_run_leaves_what_it_says(finished):
 def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(viz, "gradient_errors", drawn := mock.Mock(wraps=viz.gradient_errors))
     monkeypatch.setattr(_report, "ITERATIONS", 1)
-    options = ("--solver", "Picard", "--solver.sweeps", "32", "--solver.rtol", "3e-1", "--t1", "1", *SMALL)
+    options = (
+        "--solver",
+        "Picard",
+        "--solver.sweeps",
+        "32",
+        "--solver.rtol",
+        "3e-1",
+        "--t1",
+        "1",
+        *SMALL,
+    )
     assert cli("train", "digits", "--out", tmp_path / "run", "--no-compare", *options)[0] == 0
     (probe, *_) = rows_of(tmp_path / "run", "probe")
     taken = sum(f"forward_residual_{n}" in probe for n in range(1, 33))
@@ -331,7 +433,9 @@ def test_sweeps_to_a_tolerance_are_drawn_as_far_as_they_went(cli, tmp_path, monk
     assert errors["Picard"][-1] == pytest.approx(options["run"][2], rel=1e-3)
 
 
-def test_a_controller_moves_tolerances_and_a_resumed_run_goes_on_with_them(cli, unmeasured, tmp_path):
+def test_a_controller_moves_tolerances_and_a_resumed_run_goes_on_with_them(
+    cli, unmeasured, tmp_path
+):
     options = ("--no-compare", "--no-pictures", "--controller", "0.3", *SMALL)
     code, _, err = cli("train", "digits", "--out", tmp_path / "no", *options, *CYCLES)
     assert code != 0 and "solver.rtol" in err and "Picard(sweeps=32, rtol=1e-2)" in err
@@ -349,8 +453,19 @@ METHODS = {"one-shot": "--epochs 4", "nested": "--epochs 2 --serial --devices 2 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, unmeasured, tmp_path, method):
-    given = ["train", "digits", "--out", tmp_path, "--method", method, *SMALL, *METHODS[method].split()]
+def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(
+    cli, unmeasured, tmp_path, method
+):
+    given = [
+        "train",
+        "digits",
+        "--out",
+        tmp_path,
+        "--method",
+        method,
+        *SMALL,
+        *METHODS[method].split(),
+    ]
     code, out, _ = cli(*given, "--no-compare", "--no-pictures", "--checkpoint-every", "3")
     assert code == 0 and method in out
     found = json.loads((tmp_path / "summary.json").read_text())["results"]
@@ -370,8 +485,15 @@ def test_methods_train_tell_their_cost_and_go_on_to_the_same_numbers(cli, unmeas
     unmeasured()
     assert cli("train", "digits", "--out", tmp_path, "--resume", "--no-pictures")[0] == 0
     again = rows_of(tmp_path)
-    assert saved.is_dir() and [row["loss"] for row in again] == [row["loss"] for row in rows] and len(rows) == steps
-    assert [again[i]["time"] == rows[i]["time"] for i in (0, -1)] == [True, False]  # only its end was trained again
+    assert (
+        saved.is_dir()
+        and [row["loss"] for row in again] == [row["loss"] for row in rows]
+        and len(rows) == steps
+    )
+    assert [again[i]["time"] == rows[i]["time"] for i in (0, -1)] == [
+        True,
+        False,
+    ]  # only its end was trained again
 
 
 def test_depths_that_are_not_given_are_parts_of_the_network():
@@ -384,9 +506,18 @@ def test_what_is_charged_is_what_was_taken():
     pair = lp_jax.Picard(sweeps=16, rtol=1e-3), lp_jax.Picard(sweeps=16, rtol=1e-2)
     probe = {"kind": "probe"} | {f"adjoint_residual_{n}": 0.1 for n in (1, 2)}
     swept = {"kind": "train"} | {f"forward_residual_{n}": 0.1 for n in (1, 2, 3)}
-    rows = [probe, {"kind": "depth", "layers": 4}, swept, {"kind": "depth", "layers": 8}, swept, {"kind": "train"}]
+    rows = [
+        probe,
+        {"kind": "depth", "layers": 4},
+        swept,
+        {"kind": "depth", "layers": 8},
+        swept,
+        {"kind": "train"},
+    ]
     found = _experiment.with_costs(rows, pair, layers=8, examples=10)
-    sweeps = [planning.training_step(lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2), n) for n in (4, 8)]
+    sweeps = [
+        planning.training_step(lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2), n) for n in (4, 8)
+    ]
     work = np.cumsum([*(each.work() for each in sweeps), 3 * 8])
     depth = np.cumsum([*(each.depth() for each in sweeps), 3 * 8])
     assert [row["work"] for row in found] == (work * 10).tolist()
@@ -419,17 +550,28 @@ def a_run(made, name, losses, step_time=1.0):
     return _experiment.Run(name, made, train.TrainState(len(losses), None, None), log, examples=10)
 
 
-@pytest.mark.parametrize("times, slower", [((4.0, 2.0), True), ((2.0, 2.05), False), ((2.05, 2.0), False)])
+@pytest.mark.parametrize(
+    "times, slower", [((4.0, 2.0), True), ((2.0, 2.05), False), ((2.05, 2.0), False)]
+)
 def test_a_slower_step_is_said_with_what_to_do(untrained, times, slower):
-    runs = [a_run(untrained, *run) for run in zip(("layer-parallel", "serial"), ([2.0, 1.0],) * 2, times, strict=True)]
+    runs = [
+        a_run(untrained, *run)
+        for run in zip(("layer-parallel", "serial"), ([2.0, 1.0],) * 2, times, strict=True)
+    ]
     said = list(_report.remarks(runs))
     assert len(said) == slower
     assert all("took 2.0 times as long" in text and "lp-jax plan digits" in text for text in said)
 
 
 FAILED = {
-    (math.nan,): ("not finite", "its test loss is not finite. Look for very large inputs in the test set."),
-    (1.0, 2.0): ("2.0000", "its test loss ended at 2, above the 1 that it began with. Lower --learning_rate"),
+    (math.nan,): (
+        "not finite",
+        "its test loss is not finite. Look for very large inputs in the test set.",
+    ),
+    (1.0, 2.0): (
+        "2.0000",
+        "its test loss ended at 2, above the 1 that it began with. Lower --learning_rate",
+    ),
 }
 
 
@@ -459,10 +601,16 @@ def test_training_on_some_devices_goes_on_with_others(cli, unmeasured, finished,
     code, _, err = cli(*options, "--epochs", 1, "--devices", 2)
     found = json.loads((tmp_path / "summary.json").read_text())["results"]
     assert code == 0 and (found["layer-parallel"]["devices"], found["serial"]["devices"]) == (2, 1)
-    assert "layer-parallel: compiling" in err and "serial: compiling" in err and "  residual" not in err
+    assert (
+        "layer-parallel: compiling" in err
+        and "serial: compiling" in err
+        and "  residual" not in err
+    )
     assert "devices: layers 2" in err
     unmeasured()
-    code, _, err = cli(*options, "--epochs", 2, "--mesh", "layers=2,data=2", "--resume", "--no-compare")
+    code, _, err = cli(
+        *options, "--epochs", 2, "--mesh", "layers=2,data=2", "--resume", "--no-compare"
+    )
     assert code == 0 and "devices: layers 2, data 2" in err, err
     losses, wanted = ([row["loss"] for row in rows_of(folder)] for folder in (tmp_path, finished))
     assert len(losses) == STEPS
@@ -474,8 +622,14 @@ EVIL = {
     "a solver's name": ("solver", "evil.X"),
     "a solver as text": ("solver", '{"class_path": "evil.X"}'),
     "a key with a dot": ("solver.class_path", "evil.X"),
-    "a coarse step": ("solver", {"class_path": "lp_jax.MGRIT", "init_args": {"coarse_step": "builtins.exec"}}),
-    "a function": ("adjoint_solver", {"class_path": "lp_jax.Newton", "init_args": {"jacobian_of": "evil.f"}}),
+    "a coarse step": (
+        "solver",
+        {"class_path": "lp_jax.MGRIT", "init_args": {"coarse_step": "builtins.exec"}},
+    ),
+    "a function": (
+        "adjoint_solver",
+        {"class_path": "lp_jax.Newton", "init_args": {"jacobian_of": "evil.f"}},
+    ),
     "another option": ("layers", {"class_path": "evil.X"}),
     "what a module of lp_jax imports": ("solver", {"class_path": "lp_jax.cli._launch.os.system"}),
     "a function of lp_jax": ("solver", {"class_path": "lp_jax.scan"}),
@@ -488,10 +642,16 @@ def test_a_run_folder_chooses_nothing_that_is_imported(cli, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     option, value = EVIL[name]
     _, stored = options(*SMALL)
-    run = {"problem": "digits", "options": stored | {option: value}, "fingerprint": {"model": "dense"}}
+    run = {
+        "problem": "digits",
+        "options": stored | {option: value},
+        "fingerprint": {"model": "dense"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(run | {"solver": "", "adjoint_solver": ""}))
     code, _, err = cli("train", "digits", "--out", tmp_path, "--resume")
-    assert code == 1 and re.search(r"config.json names '.*' for --.*, which is no class of lp_jax", one_line(err))
+    assert code == 1 and re.search(
+        r"config.json names '.*' for --.*, which is no class of lp_jax", one_line(err)
+    )
 
 
 def test_a_run_folder_may_name_what_the_command_line_names():
@@ -504,10 +664,14 @@ def test_a_run_folder_may_name_what_the_command_line_names():
     again, _ = options("--solver", "lp_jax.MGRIT", stored=stored)
     assert again.solver == lp_jax.MGRIT(levels=3)  # the same class keeps its fields
     with pytest.raises(_errors.CommandError, match=r"'os.system' for --solver\.damping"):
-        _options.overridden(stored | {"solver": mine | {"init_args": {"damping": "os.system"}}}, look, ())
+        _options.overridden(
+            stored | {"solver": mine | {"init_args": {"damping": "os.system"}}}, look, ()
+        )
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"problem": "digits"}', None], ids=range(5))
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[" * 100_000, '{"problem": "digits"}', None], ids=range(5)
+)
 def test_a_damaged_configuration_is_one_line(cli, tmp_path, text):
     config = tmp_path / "config.json"
     config.mkdir() if text is None else config.write_text(text)
@@ -527,7 +691,11 @@ def test_a_checkpoint_that_was_swapped_or_damaged_is_refused(cli, finished, tmp_
     about = folder / "checkpoints" / str(STEPS) / "_CHECKPOINT_METADATA"
     about.write_text(about.read_text().replace('"width": 6', '"width": 7'))
     code, _, err = cli("train", "digits", "--out", folder, "--resume", "--skip-damaged")
-    assert code == 1 and "is damaged (its description has changed), and there is none before it" in err.splitlines()[-1]
+    assert (
+        code == 1
+        and "is damaged (its description has changed), and there is none before it"
+        in err.splitlines()[-1]
+    )
 
 
 REFUSED = {
@@ -542,7 +710,9 @@ REFUSED = {
 }
 
 
-def test_folders_of_other_things_and_of_other_runs_are_refused_and_stay_as_they_are(cli, finished, tmp_path):
+def test_folders_of_other_things_and_of_other_runs_are_refused_and_stay_as_they_are(
+    cli, finished, tmp_path
+):
     (tmp_path / "run").symlink_to(finished)
     for name in ("file", "full/thesis.tex"):
         data_files.write(tmp_path / name, "mine")
@@ -555,24 +725,47 @@ def test_folders_of_other_things_and_of_other_runs_are_refused_and_stay_as_they_
 
 
 def test_divergence_ends_with_advice_and_an_exit_code(cli, tmp_path):
-    code, _, err = cli("train", "digits", "--serial", "--out", tmp_path / "run", "--learning-rate", "1e38", *SMALL)
+    code, _, err = cli(
+        "train", "digits", "--serial", "--out", tmp_path / "run", "--learning-rate", "1e38", *SMALL
+    )
     last = err.splitlines()[-1]
-    assert code == 1 and last.startswith("lp-jax: stopped at step ") and "Lower the learning rate" in last
+    assert (
+        code == 1
+        and last.startswith("lp-jax: stopped at step ")
+        and "Lower the learning rate" in last
+    )
     assert cli("info")[0] == 0  # the process is as it was
 
 
 def test_debug_shows_where_an_error_comes_from(cli, tmp_path):
-    code, _, err = cli("train", "digits", "--batch-size", "5000", "--debug", "--out", tmp_path / "run")
+    code, _, err = cli(
+        "train", "digits", "--batch-size", "5000", "--debug", "--out", tmp_path / "run"
+    )
     assert code == 1 and err.startswith("Traceback") and ", in steps_per_epoch\n" in err
     assert err.endswith("ValueError: --batch_size 5000 is more than the 1437 training examples.\n")
     assert not (tmp_path / "run").exists()
 
 
-def test_mnist_trains_from_its_files_resumes_without_naming_them_and_says_what_is_missing(cli, tmp_path):
+def test_mnist_trains_from_its_files_resumes_without_naming_them_and_says_what_is_missing(
+    cli, tmp_path
+):
     rng = np.random.default_rng(0)
-    parts = [(rng.integers(256, size=(count, 5, 4)), rng.integers(10, size=count)) for count in (60, 20)]
+    parts = [
+        (rng.integers(256, size=(count, 5, 4)), rng.integers(10, size=count)) for count in (60, 20)
+    ]
     mnist, run = data_files.mnist(tmp_path / "mnist", *parts[0], *parts[1]), tmp_path / "run"
-    options = ["--serial", "--model", "conv", "--layers", "4", "--batch-size", "20", "--epochs", "1", "--no-pictures"]
+    options = [
+        "--serial",
+        "--model",
+        "conv",
+        "--layers",
+        "4",
+        "--batch-size",
+        "20",
+        "--epochs",
+        "1",
+        "--no-pictures",
+    ]
     code, out, _ = cli("train", "mnist", "--data", mnist, "--out", run, *options)
     assert code == 0 and "test accuracy" in out
     assert cli("train", "mnist", "--out", run, "--resume", "--no-pictures")[0] == 0
@@ -581,7 +774,11 @@ def test_mnist_trains_from_its_files_resumes_without_naming_them_and_says_what_i
     for args, wanted, message in (
         (["digits", "--out", run, "--resume"], 1, "holds a run on mnist, not digits"),
         (["mnist", "--data", mnist, "--out", tmp_path / "other"], 1, str(images)),
-        (["mnist", "--data", tmp_path, "--out", tmp_path / "other"], 1, "has no file train-images-idx3-ubyte"),
+        (
+            ["mnist", "--data", tmp_path, "--out", tmp_path / "other"],
+            1,
+            "has no file train-images-idx3-ubyte",
+        ),
         (["mnist"], 2, "--data"),
     ):
         code, _, err = cli("train", *args)
@@ -590,8 +787,14 @@ def test_mnist_trains_from_its_files_resumes_without_naming_them_and_says_what_i
 
 def program(*args, stdout=subprocess.PIPE, **variables):
     """Exit code and both outputs of a Python program."""
-    options = {"cwd": Path(lp_jax.__file__).parents[1], "env": os.environ | variables, "timeout": 60}
-    ended = subprocess.run([sys.executable, *args], stdout=stdout, stderr=subprocess.PIPE, text=True, **options)
+    options = {
+        "cwd": Path(lp_jax.__file__).parents[1],
+        "env": os.environ | variables,
+        "timeout": 60,
+    }
+    ended = subprocess.run(
+        [sys.executable, *args], stdout=stdout, stderr=subprocess.PIPE, text=True, **options
+    )
     return ended.returncode, ended.stdout, ended.stderr
 
 
@@ -601,7 +804,11 @@ def test_output_that_cannot_be_written_ends_the_command():
     os.close(reader)
     full = os.open("/dev/full", os.O_WRONLY)
     narrow = {"COLUMNS": "20", "LC_ALL": "C", "TERM": "dumb", "PYTHONUNBUFFERED": ""}
-    assert program("-m", "lp_jax", "--help", stdout=writer, **narrow) == (128 + signal.SIGPIPE, None, "")
+    assert program("-m", "lp_jax", "--help", stdout=writer, **narrow) == (
+        128 + signal.SIGPIPE,
+        None,
+        "",
+    )
     code, _, err = program("-m", "lp_jax", "--help", stdout=full, PYTHONUNBUFFERED="")
     assert code == 1 and "cannot write: No space left on device" in one_line(err)
     os.close(writer)
@@ -615,7 +822,11 @@ def test_a_full_disk_is_one_line(cli, tmp_path, request):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     sizes = ("--layers", 8, "--epochs", 1, "--checkpoint-every", 10, "--serial", "--no-pictures")
     code, _, err = cli("train", "digits", *sizes, "--out", tmp_path / "run")
-    said = [line for line in err.splitlines() if "written" in line or "Traceback" in line or "ERROR" in line]
+    said = [
+        line
+        for line in err.splitlines()
+        if "written" in line or "Traceback" in line or "ERROR" in line
+    ]
     assert code == 1 and len(said) == 1, err
     wanted = r"lp-jax: the checkpoint .*10 cannot be written \(File too large\); none was saved before\. .*"
     assert re.fullmatch(wanted, said[0])
@@ -640,7 +851,11 @@ def test_info_tells_versions_devices_and_mpi(cli):
 def test_help_without_a_command(cli, args):
     code, out, _ = cli(*args)
     wanted = {"bench": ("single ", "ranks ")}.get("".join(args), ("lp-jax train digits",))
-    assert code == 0 and all(text in out for text in wanted) and not re.search("^ +worker ", out, re.MULTILINE)
+    assert (
+        code == 0
+        and all(text in out for text in wanted)
+        and not re.search("^ +worker ", out, re.MULTILINE)
+    )
 
 
 def test_missing_extras_are_named_and_import_is_light():
@@ -654,7 +869,10 @@ def test_missing_extras_are_named_and_import_is_light():
     """
     code, _, err = program("-c", "\n".join(line.strip() for line in script.splitlines()))
     assert code == 1
-    assert one_line(err) == "lp-jax: jsonargparse is missing; pip install 'lp_jax[train]' installs it\n"
+    assert (
+        one_line(err)
+        == "lp-jax: jsonargparse is missing; pip install 'lp_jax[train]' installs it\n"
+    )
 
 
 def test_a_folder_is_for_one_run_at_a_time(cli, tmp_path):
@@ -667,10 +885,14 @@ def test_a_folder_is_for_one_run_at_a_time(cli, tmp_path):
         file.flush()
         code, _, err = cli("train", "digits", "--out", folder, *options)
         assert code == 1 and f"{folder} is in use by process 7 on a machine; wait" in one_line(err)
-    code, _, err = cli("train", "digits", "--out", folder, *options)  # that process is gone, and its file is left
+    code, _, err = cli(
+        "train", "digits", "--out", folder, *options
+    )  # that process is gone, and its file is left
     assert code == 0 and f"process 7 on a machine, which used {folder}, is gone" in err
     assert not lock.exists()
-    assert json.loads((folder / "config.json").read_text())["options"]["no_pictures"] is True  # kept for --resume
+    assert (
+        json.loads((folder / "config.json").read_text())["options"]["no_pictures"] is True
+    )  # kept for --resume
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(cli, tmp_path, monkeypatch):
@@ -684,7 +906,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(cli, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(train.Log, "write", write_and_stop)
-        code, _, err = cli("train", "digits", "--out", tmp_path, "--serial", "--no-pictures", *SMALL, "--epochs", 9)
+        code, _, err = cli(
+            "train", "digits", "--out", tmp_path, "--serial", "--no-pictures", *SMALL, "--epochs", 9
+        )
     assert code == 128 + signal.SIGINT
     steps = [row["step"] for row in rows_of(tmp_path)]
     assert steps == list(range(1, steps[-1] + 1))
@@ -694,7 +918,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(cli, tmp_path, monkeypatch):
     assert last.endswith(f"go on with: lp-jax train digits --out {tmp_path} --resume")
 
     epochs = steps[-1] // (STEPS // 2) + 1
-    code, out, _ = cli("train", "digits", "--out", tmp_path, "--resume", "--no-pictures", "--epochs", epochs)
+    code, out, _ = cli(
+        "train", "digits", "--out", tmp_path, "--resume", "--no-pictures", "--epochs", epochs
+    )
     assert code == 0 and "layer-parallel" not in out
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, epochs * (STEPS // 2) + 1))
     assert json.loads((tmp_path / "config.json").read_text())["options"]["epochs"] == epochs

@@ -40,14 +40,23 @@ def test_times_are_told_to_an_accuracy_that_all_end_with_and_beside_the_first_ru
     assert (numbers["exact"]["seconds"], numbers["fast"]["seconds"]) == (6.0, 2.0)
     assert (numbers["exact"]["accuracy"], numbers["fast"]["accuracy"]) == (0.95, 0.9)
     cells = [list(column.cells) for column in _demo.table(target, numbers).columns]
-    assert cells[1] == [" 6.00 s (1.00)", " 2.00 s (0.33)"] and cells[2] == [" 8.00 s (1.00)", " 4.00 s (0.50)"]
+    assert cells[1] == [" 6.00 s (1.00)", " 2.00 s (0.33)"] and cells[2] == [
+        " 8.00 s (1.00)",
+        " 4.00 s (0.50)",
+    ]
     assert cells[4] == ["none", "1e-03, 1e-01"]
 
 
-def test_the_demo_trains_on_two_devices_and_tells_the_error_of_its_gradients(tmp_path, monkeypatch, capsys):
+def test_the_demo_trains_on_two_devices_and_tells_the_error_of_its_gradients(
+    tmp_path, monkeypatch, capsys
+):
     """Sweeps follow the exact gradient, and are not exact; the rough ones less so. The reason below the table is a count."""
     monkeypatch.setattr(_demo, "_MOST_WORKERS", 2)
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         _demo.run(["--layers", "64", "--epochs", "2", "--no-pictures", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
@@ -55,8 +64,12 @@ def test_the_demo_trains_on_two_devices_and_tells_the_error_of_its_gradients(tmp
     assert list(runs) == ["exact", "data parallel", *parallel, "nested", "nested, layer-parallel"]
     close, rough = (runs[name]["last_error"] for name in parallel)
     assert 1e-7 < close < 0.1 < 5 * rough and 3 * close < rough
-    np.testing.assert_allclose(runs["data parallel"]["accuracy"], runs["exact"]["accuracy"], atol=0.01)
-    np.testing.assert_allclose(runs["layer-parallel"]["accuracy"], runs["exact"]["accuracy"], atol=0.01)
+    np.testing.assert_allclose(
+        runs["data parallel"]["accuracy"], runs["exact"]["accuracy"], atol=0.01
+    )
+    np.testing.assert_allclose(
+        runs["layer-parallel"]["accuracy"], runs["exact"]["accuracy"], atol=0.01
+    )
     assert "an exact step is 192 evaluations of one layer" in printed
     assert "is 7 evaluations of 32 layers at once: 4 forward, 2 adjoint and the gradient" in printed
     assert "layer-parallel, rough" in printed

@@ -16,7 +16,10 @@ from lp_jax import MGRIT, Newton, Picard, Serial, Windowed
 
 N, WIDTH, BATCH = 13, 4, 3
 RNG = np.random.default_rng(0)
-PARAMS = (jnp.asarray(RNG.normal(size=(N, WIDTH, WIDTH)) / 2), jnp.asarray(RNG.normal(size=(N, WIDTH))))
+PARAMS = (
+    jnp.asarray(RNG.normal(size=(N, WIDTH, WIDTH)) / 2),
+    jnp.asarray(RNG.normal(size=(N, WIDTH))),
+)
 SHARED = jnp.asarray(RNG.normal(size=WIDTH))
 Y0 = jnp.asarray(RNG.normal(size=(BATCH, WIDTH)))
 TARGET = jnp.asarray(RNG.normal(size=(N, BATCH, WIDTH)))
@@ -25,7 +28,12 @@ TARGET = jnp.asarray(RNG.normal(size=(N, BATCH, WIDTH)))
 def step(y, layer):
     w, b = layer.params
     z = jnp.tanh(y @ w + (b * layer.shared)[None])
-    aux = {"out": jnp.sin(y) * z, "number": layer.index, "norm": jnp.mean(z**2) * jnp.sum(w**2), "unseen": z}
+    aux = {
+        "out": jnp.sin(y) * z,
+        "number": layer.index,
+        "norm": jnp.mean(z**2) * jnp.sum(w**2),
+        "unseen": z,
+    }
     return y + layer.dt * z, aux
 
 
@@ -58,7 +66,9 @@ EXACT = {
     "Newton, states kept": Newton(iterations=8, batch_axes=1, storage="states"),
     "looped": MGRIT(iterations=5, at_once=1, coarse_step=lp_jax.Identity()),
     "batched, all kept": MGRIT(iterations=5, at_once=math.inf, storage="all"),
-    "F-cycles": MGRIT(levels=3, coarsening=2, iterations=7, cycle="F", start="guess", coarse_step=INJECT),
+    "F-cycles": MGRIT(
+        levels=3, coarsening=2, iterations=7, cycle="F", start="guess", coarse_step=INJECT
+    ),
     "trajectory": MGRIT(iterations=5, coarse_step=Picard(sweeps=1, around="trajectory")),
 }
 WORKERS = {"batched, all kept": 8, "F-cycles": 3, "windows": 8, "serial": 3}
@@ -97,7 +107,9 @@ def test_one_state_per_interval_stays_one_state_per_interval():
         return y, jnp.sum(y**2)
 
     def loss(params, y0, seen):
-        solution = lp_jax.solve(emitting, params, y0, solver=MGRIT(coarsening=16, at_once=1), has_aux=True)
+        solution = lp_jax.solve(
+            emitting, params, y0, solver=MGRIT(coarsening=16, at_once=1), has_aux=True
+        )
         return jnp.sum(solution.y1) + (jnp.sum(solution.aux) if seen else 0)
 
     gradient, states = jax.jit(jax.grad(loss), static_argnums=2), 4 * 512 * width * layers
@@ -106,7 +118,9 @@ def test_one_state_per_interval_stays_one_state_per_interval():
     assert with_outputs < without + states / 8 < states
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap, jax.checkpoint], ids=range(4))
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, jax.jit, jax.vmap, jax.checkpoint], ids=range(4)
+)
 @pytest.mark.parametrize("solver", [Serial(), MGRIT()], ids=["serial", "cycles"])
 def test_the_gradient_of_a_trajectory_is_refused(solver, transform):
     def solve(params):
@@ -118,16 +132,25 @@ def test_the_gradient_of_a_trajectory_is_refused(solver, transform):
 
     params = jnp.ones((2, 8)) if transform is jax.vmap else jnp.ones(8)
     assert jax.grad(loss)(params, False).shape == params.shape
-    with pytest.raises(ValueError, match=r"Solution.trajectory is a restart value .* return them as aux"):
+    with pytest.raises(
+        ValueError, match=r"Solution.trajectory is a restart value .* return them as aux"
+    ):
         jax.grad(loss)(params, True)
 
 
 def test_a_restart_from_a_trajectory_is_differentiated():
     def loss(params, solver, guess="constant"):
         if guess == "trajectory":
-            guess = lp_jax.solve(step, params, Y0, shared=SHARED, solver=solver, has_aux=True).trajectory
+            guess = lp_jax.solve(
+                step, params, Y0, shared=SHARED, solver=solver, has_aux=True
+            ).trajectory
         given = {"shared": SHARED, "solver": solver, "guess": guess}
         return jnp.sum(lp_jax.solve(step, params, Y0, has_aux=True, **given).y1)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=(1, 2))
-    assert relative_error(gradient(PARAMS, MGRIT(iterations=5), "trajectory"), gradient(PARAMS, Serial())) < 1e-12
+    assert (
+        relative_error(
+            gradient(PARAMS, MGRIT(iterations=5), "trajectory"), gradient(PARAMS, Serial())
+        )
+        < 1e-12
+    )

@@ -43,9 +43,18 @@ NUMBERS = {  # a solver, and numbers of layers at once: all, or a number that di
     "Picard, windows": (lp_jax.Windowed(sweeps=2, windows=2), math.inf),
     "Newton": (lp_jax.Newton(iterations=2, batch_axes=1), 4),
     "Newton, shared": (lp_jax.Newton(iterations=2, jacobian="shared"), math.inf),
-    "Newton, diagonal": (lp_jax.Newton(iterations=2, batch_axes=1, jacobian="diagonal", storage="states"), 4),
-    "MGRIT": (lp_jax.MGRIT(coarsening=4, iterations=2, coarse_step=lp_jax.Rediscretize()), math.inf),
-    "MGRIT, sweeps": (lp_jax.MGRIT(coarsening=4, iterations=2, coarse_step=lp_jax.Picard(sweeps=2)), 4),
+    "Newton, diagonal": (
+        lp_jax.Newton(iterations=2, batch_axes=1, jacobian="diagonal", storage="states"),
+        4,
+    ),
+    "MGRIT": (
+        lp_jax.MGRIT(coarsening=4, iterations=2, coarse_step=lp_jax.Rediscretize()),
+        math.inf,
+    ),
+    "MGRIT, sweeps": (
+        lp_jax.MGRIT(coarsening=4, iterations=2, coarse_step=lp_jax.Picard(sweeps=2)),
+        4,
+    ),
 }
 
 
@@ -78,7 +87,9 @@ def test_what_is_no_number_of_layers_is_refused(kind):
         lp_jax.solve(dense_step, PARAMS, Y0, solver=kind(at_once=15))
 
 
-@pytest.mark.parametrize("n, most, size", [(12, 12, 12), (12, 20, 12), (12, 5, 4), (13, 4, 4), (14, 5, 5), (7, 1, 1)])
+@pytest.mark.parametrize(
+    "n, most, size", [(12, 12, 12), (12, 20, 12), (12, 5, 4), (13, 4, 4), (14, 5, 5), (7, 1, 1)]
+)
 def test_parts_are_equal_where_that_costs_little(n, most, size):
     assert chunk(n, most) == size
 
@@ -94,7 +105,10 @@ def of_few_terms(step, terms):
 
 def test_a_weight_of_few_rows_has_sums_of_outer_products_for_its_gradient():
     rng = np.random.default_rng(1)
-    y, lam, w, v = (jnp.asarray(rng.normal(size=shape)) for shape in ((6, 3, 4), (6, 3, 5), (6, 4, 5), (6, 5, 5)))
+    y, lam, w, v = (
+        jnp.asarray(rng.normal(size=shape))
+        for shape in ((6, 3, 4), (6, 3, 5), (6, 4, 5), (6, 5, 5))
+    )
 
     def layer(y, w, v):
         return jax.jit(lambda y: jnp.tanh(y @ w))(y) @ v.T
@@ -107,11 +121,17 @@ def test_a_weight_of_few_rows_has_sums_of_outer_products_for_its_gradient():
 
     one = [x[0] for x in (y, w, v, lam)]
     layers = y, w, v, lam
-    for terms, left in ((2, (6, 0)), (3, (2, 2))):  # forward, to the state and to the weight: two each
+    for terms, left in (
+        (2, (6, 0)),
+        (3, (2, 2)),
+    ):  # forward, to the state and to the weight: two each
         few = of_few_terms(layer, terms)
         assert has_few(jax.make_jaxpr(layer)(*one[:3]).jaxpr, terms) == (terms == 3)
         for f, arguments in ((gradient(few), one), (jax.vmap(gradient(few)), layers)):
-            assert (products(f, "dot_general", *arguments), products(f, "outer_terms", *arguments)) == left
+            assert (
+                products(f, "dot_general", *arguments),
+                products(f, "outer_terms", *arguments),
+            ) == left
 
     @functools.partial(jax.jit, static_argnums=0)
     def derivatives(step, one, layers, examples):
@@ -126,18 +146,33 @@ def test_a_weight_of_few_rows_has_sums_of_outer_products_for_its_gradient():
         }
 
     examples = y, w[0], v[0], lam
-    found, wanted = (derivatives(step, one, layers, examples) for step in (of_few_terms(layer, 3), layer))
+    found, wanted = (
+        derivatives(step, one, layers, examples) for step in (of_few_terms(layer, 3), layer)
+    )
     chex.assert_trees_all_close(found, wanted, rtol=1e-13, atol=1e-16)  # second derivatives cancel
-    spread = functools.partial(jax.shard_map, mesh=mesh(2).mesh, in_specs=P("layers"), out_specs=P("layers"))
+    spread = functools.partial(
+        jax.shard_map, mesh=mesh(2).mesh, in_specs=P("layers"), out_specs=P("layers")
+    )
     assert products(spread(jax.vmap(gradient(of_few_terms(layer, 3)))), "outer_terms", *layers) == 2
-    rows = functools.partial(spread, in_specs=(P("layers"), P(), P()))  # examples are spread, weights are everywhere
+    rows = functools.partial(
+        spread, in_specs=(P("layers"), P(), P())
+    )  # examples are spread, weights are everywhere
     given = (y[:, 0], w[0], v[0]), lam[:, 0]
     of_rows = (rows(of_few_terms(layer, 3)), layer)
-    for a, b in zip(*(jax.jit(lambda x, lam, f=f: jax.vjp(f, *x)[1](lam))(*given) for f in of_rows), strict=True):
+    for a, b in zip(
+        *(jax.jit(lambda x, lam, f=f: jax.vjp(f, *x)[1](lam))(*given) for f in of_rows), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-16)
-    by_rows = jax.make_jaxpr(jax.vmap(gradient(of_few_terms(layer, 3)), in_axes=(0, None, None, 0)))(y, w[0], v[0], lam)
+    by_rows = jax.make_jaxpr(
+        jax.vmap(gradient(of_few_terms(layer, 3)), in_axes=(0, None, None, 0))
+    )(y, w[0], v[0], lam)
     assert "few_terms" not in str(by_rows)  # one product of all rows is better
-    assert products(gradient(of_few_terms(layer, 3)), "dot_general", *(x.astype(jnp.bfloat16) for x in one)) == 6
+    assert (
+        products(
+            gradient(of_few_terms(layer, 3)), "dot_general", *(x.astype(jnp.bfloat16) for x in one)
+        )
+        == 6
+    )
 
 
 def test_a_layer_is_told_by_its_program():
@@ -151,9 +186,16 @@ def test_gradients_are_sums_of_outer_products_where_layers_have_weights_of_their
     """In a scan with shared weights each turn would add such a sum to the gradient, which takes longer."""
     own = lp_jax.Problem(dense_step, PARAMS, Y0)
     shared = lp_jax.Problem(
-        lambda y, layer: jnp.tanh(y @ layer.shared + layer.data), None, Y0, shared=PARAMS[0][0], data=jnp.ones(8)
+        lambda y, layer: jnp.tanh(y @ layer.shared + layer.data),
+        None,
+        Y0,
+        shared=PARAMS[0][0],
+        data=jnp.ones(8),
     )
-    assert [trace(each, (Picard(),))[0].traced.steps[0][1].terms for each in (own, shared)] == [CPU.outer_terms, 0]
+    assert [trace(each, (Picard(),))[0].traced.steps[0][1].terms for each in (own, shared)] == [
+        CPU.outer_terms,
+        0,
+    ]
 
 
 def test_what_cannot_be_counted_is_evaluated_one_by_one():
@@ -174,7 +216,11 @@ def test_what_cannot_be_counted_is_evaluated_one_by_one():
     [
         (Footprint(4_000, 1_000, 1e5), 1024, 1024),  # all of them fit
         (Footprint(250_000, 20_000, 1e6), 256, 28),  # as many as fit
-        (Footprint(250_000, 3_000, 1.3e5), 256, 256),  # to copy the weights would take as long as to use them
+        (
+            Footprint(250_000, 3_000, 1.3e5),
+            256,
+            256,
+        ),  # to copy the weights would take as long as to use them
         (Footprint(10_000_000, 1_000, 1e8), 16, 1),
     ],
 )
@@ -195,7 +241,9 @@ def test_a_platforms_name_decides_where_that_was_measured_and_nowhere_else():
     """Comparisons with "cpu" or "gpu"; each stands with its measurement. The command counts devices and prints names."""
     root = Path(lp_jax.__file__).parent
     compared = re.compile(r"""([=!]=|\bin \() *["'](cpu|gpu|tpu)["']""")
-    found = {path.relative_to(root) for path in root.rglob("*.py") if compared.search(path.read_text())}
+    found = {
+        path.relative_to(root) for path in root.rglob("*.py") if compared.search(path.read_text())
+    }
     measured = {"_arrays/_at_once.py", "nn/_convolution.py", "planning/_measure.py"}
     assert {str(path) for path in found if "cli" not in path.parts} == measured
     assert _at_once.processor("cpu") is CPU and _at_once.processor("rocm") is ACCELERATOR

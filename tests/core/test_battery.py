@@ -23,7 +23,10 @@ def step(y, layer):
     bits = jax.random.key_data(layer.data["key"])[-1] >> jnp.arange(WIDTH, dtype=jnp.uint32)
     mask = (bits & jnp.uint32(1)).astype(gate.dtype)[None]
     decay = layer.shared["rate"] * jnp.cos(layer.t) + 0.01 * layer.index.astype(gate.dtype)
-    return {"a": a + layer.dt * gate * mask, "b": b + layer.dt * (jnp.sum(a**2) * layer.params["s"] - decay * b)}
+    return {
+        "a": a + layer.dt * gate * mask,
+        "b": b + layer.dt * (jnp.sum(a**2) * layer.params["s"] - decay * b),
+    }
 
 
 def operands(seed=0):
@@ -59,15 +62,29 @@ SOLVERS = {
     "mgrit-1": lp_jax.MGRIT(levels=1),
     "mgrit-last": lp_jax.MGRIT(levels=3, coarsening=(4, 2), coarse_step=LAST, **EXACT),
     "mgrit-mgrit": lp_jax.MGRIT(coarsening=4, coarse_step=WITHIN, **EXACT),
-    "mgrit-mean": lp_jax.MGRIT(levels=2, coarsening=5, coarse_step=lp_jax.Rediscretize(params="mean"), **EXACT),
-    "mgrit-W": lp_jax.MGRIT(
-        levels=3, coarsening=(3, 2), cycle="W", relaxation="F", coarse_step=INJECT, storage="all", **EXACT
+    "mgrit-mean": lp_jax.MGRIT(
+        levels=2, coarsening=5, coarse_step=lp_jax.Rediscretize(params="mean"), **EXACT
     ),
-    "mgrit-picard": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Picard(sweeps=1), storage="all", **EXACT),
+    "mgrit-W": lp_jax.MGRIT(
+        levels=3,
+        coarsening=(3, 2),
+        cycle="W",
+        relaxation="F",
+        coarse_step=INJECT,
+        storage="all",
+        **EXACT,
+    ),
+    "mgrit-picard": lp_jax.MGRIT(
+        coarsening=4, coarse_step=lp_jax.Picard(sweeps=1), storage="all", **EXACT
+    ),
     "mgrit-trajectory": lp_jax.MGRIT(coarsening=4, coarse_step=AROUND, **EXACT),
     "mgrit-trajectory-all": lp_jax.MGRIT(coarsening=4, coarse_step=AROUND, storage="all", **EXACT),
-    "mgrit-identity": lp_jax.MGRIT(coarsening=4, coarse_step=lp_jax.Identity(), start="guess", **EXACT),
-    "mgrit-coarsest": lp_jax.MGRIT(coarsening=4, coarse_step=INJECT, coarsest=lp_jax.Picard(sweeps=6), **EXACT),
+    "mgrit-identity": lp_jax.MGRIT(
+        coarsening=4, coarse_step=lp_jax.Identity(), start="guess", **EXACT
+    ),
+    "mgrit-coarsest": lp_jax.MGRIT(
+        coarsening=4, coarse_step=INJECT, coarsest=lp_jax.Picard(sweeps=6), **EXACT
+    ),
 }
 
 
@@ -122,7 +139,9 @@ def test_value_and_gradient(oracle, forward, adjoint, at_once):
     params, y0, shared, data = operands()
     names = forward, adjoint
     solver, adjoint_solver = (
-        SOLVERS[name] if at_once == "auto" or name == "serial" else dataclasses.replace(SOLVERS[name], at_once=at_once)
+        SOLVERS[name]
+        if at_once == "auto" or name == "serial"
+        else dataclasses.replace(SOLVERS[name], at_once=at_once)
         for name in names
     )
 
@@ -130,7 +149,11 @@ def test_value_and_gradient(oracle, forward, adjoint, at_once):
     def value_and_gradient(params, y0, shared, x):
         def loss(params, y0, shared, x):
             given = {"shared": shared, "data": data | {"x": x}, "t1": 2.0}
-            return loss_of(lp_jax.solve(step, params, y0, solver=solver, adjoint_solver=adjoint_solver, **given).y1)
+            return loss_of(
+                lp_jax.solve(
+                    step, params, y0, solver=solver, adjoint_solver=adjoint_solver, **given
+                ).y1
+            )
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(params, y0, shared, x)
 
@@ -166,9 +189,13 @@ def test_times_are_differentiated(grid, eps=1e-6):
     np.testing.assert_allclose(run(*CLOSED_OVER, 1.5)[1][2], (above - below) / (2 * eps), rtol=1e-7)
 
 
-@pytest.mark.parametrize("name, grid", [("picard", "array"), ("mgrit-mean", "scalar"), ("mgrit-trajectory", "array")])
+@pytest.mark.parametrize(
+    "name, grid", [("picard", "array"), ("mgrit-mean", "scalar"), ("mgrit-trajectory", "array")]
+)
 def test_closed_over_values_and_times_are_differentiated(name, grid):
-    got, wanted = (of_closed_over_and_end(solver, grid)(*CLOSED_OVER, 1.5) for solver in (name, "serial"))
+    got, wanted = (
+        of_closed_over_and_end(solver, grid)(*CLOSED_OVER, 1.5) for solver in (name, "serial")
+    )
     assert relative_error(got[1][:2], wanted[1][:2]) < 1e-12
     np.testing.assert_allclose(got[1][2], wanted[1][2], rtol=1e-12)
 
@@ -181,7 +208,9 @@ def test_aux_comes_from_the_final_states(name):
         return step(y, layer), {"mean": jnp.mean(y["a"]), "index": layer.index}
 
     def aux(solver):
-        return lp_jax.solve(with_aux, params, y0, shared=shared, data=data, solver=solver, has_aux=True).aux
+        return lp_jax.solve(
+            with_aux, params, y0, shared=shared, data=data, solver=solver, has_aux=True
+        ).aux
 
     found, exact = jax.jit(lambda: (aux(SOLVERS[name]), aux(lp_jax.Serial())))()
     assert found["index"].tolist() == list(range(N))
@@ -205,4 +234,6 @@ def test_dtypes(dtype):
     got, wanted = (gradient(params, s) for s in (lp_jax.MGRIT(iterations=4), lp_jax.Serial()))
     assert got.dtype == params.dtype
     tolerance = {"bfloat16": 2e-2, "float32": 1e-6, "complex128": 1e-14}[dtype]
-    np.testing.assert_allclose(got.astype("complex128"), wanted.astype("complex128"), rtol=tolerance)
+    np.testing.assert_allclose(
+        got.astype("complex128"), wanted.astype("complex128"), rtol=tolerance
+    )

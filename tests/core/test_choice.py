@@ -38,7 +38,10 @@ def attention(width, layers, batch, tokens=32):
         y = y + jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k), axis=-1) @ v
         return y + jax.nn.gelu(y @ p[1]) @ p[1].T, None
 
-    weights = normal(0, layers, width, 3 * width) * width**-0.5, normal(2, layers, width, 4 * width) * width**-0.5
+    weights = (
+        normal(0, layers, width, 3 * width) * width**-0.5,
+        normal(2, layers, width, 4 * width) * width**-0.5,
+    )
     return body, normal(1, batch, tokens, width), weights
 
 
@@ -63,8 +66,14 @@ def average(rate, layers=500, width=32, batch=4):
 
 
 def linear(rate, layers=300, width=8):
-    matrix = rate * (0.5 * normal(5, width, width) * width**-0.5 - jnp.eye(width, dtype=jnp.float32))
-    return (lambda h, x: (h + h @ matrix + 0.1 * x, None)), normal(3, 4, width), normal(1, layers, 4, width)
+    matrix = rate * (
+        0.5 * normal(5, width, width) * width**-0.5 - jnp.eye(width, dtype=jnp.float32)
+    )
+    return (
+        (lambda h, x: (h + h @ matrix + 0.1 * x, None)),
+        normal(3, 4, width),
+        normal(1, layers, 4, width),
+    )
 
 
 def nearly_shut(bias, layers=300, width=8):
@@ -112,7 +121,9 @@ def test_deep_narrow_networks_are_swept_on_a_cpu(sizes):
     forward, adjoint = chosen(dense(*sizes), dataclasses.replace(CPU, row_kernel=CPU.kernel))
     assert isinstance(forward, lp_jax.Picard) and forward.fallback and adjoint.fallback
     assert (forward.rtol, adjoint.rtol) == (1e-3, 1e-2)
-    fuses = dataclasses.replace(CPU, row_kernel=1e-8)  # as jax 0.12: the scan over single examples is fast
+    fuses = dataclasses.replace(
+        CPU, row_kernel=1e-8
+    )  # as jax 0.12: the scan over single examples is fast
     assert (chosen(dense(*sizes), fuses) == SERIAL) == (sizes[2] == 1)
 
 
@@ -125,10 +136,15 @@ def test_an_accelerator_sweeps_and_takes_newtons_method_for_recurrent_networks()
     filling = []
     jax.eval_shape(lambda: filling.append(chosen(dense(8192, 8, 1), H200)))  # of shapes only: 2 GB
     assert filling == [SERIAL]  # a layer fills it
-    assert chosen(gru(64, 64, 64), H200) == SERIAL  # few steps; with inputs at each of them sweeps seldom converge
+    assert (
+        chosen(gru(64, 64, 64), H200) == SERIAL
+    )  # few steps; with inputs at each of them sweeps seldom converge
     tied = (lambda h, _: (h + 0.01 * jnp.tanh(h @ weights), None)), normal(1, 64, 64), None
     with planning.assume(H200):
-        assert isinstance(planning.default(lp_jax.scanned(*tied, length=1024)).solver, lp_jax.Picard | lp_jax.Newton)
+        assert isinstance(
+            planning.default(lp_jax.scanned(*tied, length=1024)).solver,
+            lp_jax.Picard | lp_jax.Newton,
+        )
     mix = lambda h, x: (jnp.tanh(h - h.mean(axis=0, keepdims=True) + x), None)  # noqa: E731
     mixes = mix, gru(16, 1024, 64)[1], normal(1, 1024, 64, 16)
     assert not isinstance(chosen(mixes, H200)[0], lp_jax.Newton)  # its examples are not independent
@@ -142,7 +158,9 @@ def test_workers_take_an_interval_each_where_a_layer_fills_them():
     serial = sum(H200.serial(layer, 64))
     assert 0.82 * serial < seconds < 0.9 * serial  # 5/6, and messages
     assert choose(at._replace(workers=4))[0][0].coarsening == 16
-    assert choose(at._replace(layers=63))[0] == SERIAL  # intervals would not be those of even slices
+    assert (
+        choose(at._replace(layers=63))[0] == SERIAL
+    )  # intervals would not be those of even slices
     assert choose(at._replace(processor=CPU))[0] == SERIAL  # workers may share its cores
     assert choose(at._replace(footprint=layer._replace(counted=False)))[0] == SERIAL
 
@@ -151,7 +169,9 @@ def test_workers_take_an_interval_each_where_a_layer_fills_them():
 def test_the_default_is_right_over_workers(layers):
     body, init, xs = dense(8, layers, 4)
     wanted = jax.grad(lambda xs: jnp.sum(jax.lax.scan(body, init, xs)[0] ** 2))(xs)
-    found = jax.jit(jax.grad(lambda xs: jnp.sum(lp_jax.scan(body, init, xs, comm=mesh(4))[0] ** 2)))(xs)
+    found = jax.jit(
+        jax.grad(lambda xs: jnp.sum(lp_jax.scan(body, init, xs, comm=mesh(4))[0] ** 2))
+    )(xs)
     assert jnp.linalg.norm(found - wanted) < 1e-2 * jnp.linalg.norm(wanted)
 
 
@@ -162,8 +182,12 @@ def test_budgets_at_most_double_the_time(device):
     for flops in (32, 512, 4096, 1e6, 1e9):
         for layers in (4, 64, 1024, 16384):
             for few in (False, True):
-                layer = Footprint(int(flops) // 2, 256, flops, few=few, numbers=flops / 8, kernels=3)
-                at = Layers(layer, layers, 1, device, state=256, examples=0, numbers=64, recurrent=False)
+                layer = Footprint(
+                    int(flops) // 2, 256, flops, few=few, numbers=flops / 8, kernels=3
+                )
+                at = Layers(
+                    layer, layers, 1, device, state=256, examples=0, numbers=64, recurrent=False
+                )
                 pair, seconds = choose(at)
                 serial, one = sum(device.serial(layer, layers)), device.batch(layer, layers)
                 assert seconds <= serial
@@ -190,7 +214,9 @@ def test_sweeps_that_fail_are_given_up_within_their_budget(kind, layers=256):
 
     budget = 12
     forward, adjoint = (lp_jax.Picard(sweeps=budget, rtol=s.rtol, fallback=True) for s in SWEEPS)
-    solution, pullback = lp_jax.scanned(body, init, xs).solve_vjp(solver=forward, adjoint_solver=adjoint)
+    solution, pullback = lp_jax.scanned(body, init, xs).solve_vjp(
+        solver=forward, adjoint_solver=adjoint
+    )
     gradients, _ = pullback(jnp.ones_like(solution.y1))
     exact, pull = lp_jax.scanned(body, init, xs).solve_vjp(solver=lp_jax.Serial())
     np.testing.assert_allclose(solution.y1, exact.y1, rtol=1e-10)
@@ -199,12 +225,17 @@ def test_sweeps_that_fail_are_given_up_within_their_budget(kind, layers=256):
     lp_jax.scanned(counted, init, xs).solve(solver=forward)
     jax.effects_barrier()
     # all layers at once count once: two sweeps and their last evaluation, and then layer after layer
-    assert len(evaluated) <= len(xs) + int(solution.stats.iterations) + 1 and int(solution.stats.iterations) <= 3
+    assert (
+        len(evaluated) <= len(xs) + int(solution.stats.iterations) + 1
+        and int(solution.stats.iterations) <= 3
+    )
 
 
 def test_sweeps_that_will_miss_their_tolerance_stop_after_two():
     """The fall of two corrections gives L T = 6, with which eight sweeps do not reach a thousandth."""
-    problem = lp_jax.Problem(lambda y, layer: y + layer.dt * 6.0 * y, None, jnp.ones(()), data=jnp.zeros(512))
+    problem = lp_jax.Problem(
+        lambda y, layer: y + layer.dt * 6.0 * y, None, jnp.ones(()), data=jnp.zeros(512)
+    )
     for sweeps, result in ((8, _result.FELL_BACK), (32, _result.DONE)):
         solution = problem.solve(solver=lp_jax.Picard(sweeps=sweeps, rtol=1e-3, fallback=True))
         assert int(solution.result) == result
@@ -226,7 +257,9 @@ REMEMBER = {
     [
         *((name, "last", CPU) for name in REMEMBER),
         *((name, "all", CPU) for name in ("average, rate 0.01", "linear", "gate rather shut")),
-        *((name, "all", H200) for name in ("linear", "gate rather shut")),  # the default is Newton's method there
+        *(
+            (name, "all", H200) for name in ("linear", "gate rather shut")
+        ),  # the default is Newton's method there
     ],
     ids=lambda value: {CPU: "sweeps", H200: "Newton"}.get(value, value),
 )
@@ -246,7 +279,9 @@ def test_chains_that_remember(name, seen, device):
         assert isinstance(chosen(REMEMBER[name], H200)[0], lp_jax.Newton)
     with planning.assume(device):
         _, found, results = jax.jit(lp_jax.value_and_grad(iterated, argnums=(0, 1)))(*arguments)
-    exact = jax.jit(jax.grad(functools.partial(loss, solver=lp_jax.Serial()), argnums=(0, 1)))(*arguments)
+    exact = jax.jit(jax.grad(functools.partial(loss, solver=lp_jax.Serial()), argnums=(0, 1)))(
+        *arguments
+    )
     assert max(map(int, results)) <= _result.FELL_BACK
     for got, wanted in zip(found, exact, strict=True):
         assert jnp.linalg.norm(got - wanted) <= 1e-2 * jnp.linalg.norm(wanted)
@@ -257,13 +292,19 @@ W, X = (normal(0, 12, 6, 6) / 4, normal(1, 3, 6))
 
 def scaled(w, scale, solver=None, adjoint_solver=None):
     last, _ = lp_jax.scan(
-        lambda y, w: (y + 0.3 * jnp.sin(y @ w), None), X, w, solver=solver, adjoint_solver=adjoint_solver
+        lambda y, w: (y + 0.3 * jnp.sin(y @ w), None),
+        X,
+        w,
+        solver=solver,
+        adjoint_solver=adjoint_solver,
     )
     return scale * jnp.sum(last)
 
 
 @pytest.mark.parametrize(
-    "pair", [SWEEPS, (lp_jax.MGRIT(iterations=8, rtol=1e-4, fallback=True), None)], ids=["sweeps", "cycles"]
+    "pair",
+    [SWEEPS, (lp_jax.MGRIT(iterations=8, rtol=1e-4, fallback=True), None)],
+    ids=["sweeps", "cycles"],
 )
 def test_a_loss_in_any_unit(pair):
     exact = jax.grad(scaled)(W, 1.0, lp_jax.Serial())
@@ -301,7 +342,9 @@ def test_a_state_in_any_unit(solver):
         np.testing.assert_allclose(y1, exact, rtol=1e-5)
         assert int(got.result) == int(plain.result) and int(got.iterations) == int(plain.iterations)
         if plain.residual_norms[first] > 1e-6:  # else it is rounding, after windows
-            np.testing.assert_allclose(got.residual_norms[first] / unit, plain.residual_norms[first], rtol=1e-4)
+            np.testing.assert_allclose(
+                got.residual_norms[first] / unit, plain.residual_norms[first], rtol=1e-4
+            )
 
 
 def test_a_state_from_zero_in_a_unit_far_from_one_is_not_done_early():
@@ -345,7 +388,9 @@ def test_infinite_numbers_in_the_carry(solver, falls_back):
     value, gradient, results = lp_jax.value_and_grad(filtered)(TRANSITIONS, solver)
     exact, wanted = jax.value_and_grad(filtered)(TRANSITIONS, lp_jax.Serial())
     if falls_back:
-        np.testing.assert_allclose((value, *jnp.ravel(gradient)), (exact, *jnp.ravel(wanted)), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            (value, *jnp.ravel(gradient)), (exact, *jnp.ravel(wanted)), rtol=1e-5, atol=1e-6
+        )
         assert int(results.forward) in (_result.SERIAL, _result.FELL_BACK)
     else:
         assert int(results.forward) == _result.NON_FINITE
@@ -354,13 +399,19 @@ def test_infinite_numbers_in_the_carry(solver, falls_back):
 CYCLES = lp_jax.MGRIT(coarsening=4, iterations=3)  # knows the states after an interval only
 
 
-@pytest.mark.parametrize("solver", [None, lp_jax.Serial(), SWEEPS[0], lp_jax.Picard(sweeps=3), CYCLES], ids=repr)
+@pytest.mark.parametrize(
+    "solver", [None, lp_jax.Serial(), SWEEPS[0], lp_jax.Picard(sweeps=3), CYCLES], ids=repr
+)
 def test_the_first_layer_whose_output_is_not_finite_is_named(solver):
     step = lambda y, layer: (y + 0.1 / (5.0 - layer.data), y)  # noqa: E731
-    solution = lp_jax.solve(step, None, jnp.ones(3), data=jnp.arange(12.0), solver=solver, has_aux=True)
+    solution = lp_jax.solve(
+        step, None, jnp.ones(3), data=jnp.arange(12.0), solver=solver, has_aux=True
+    )
     first = "interval 1 (counted from 0) of 3" if solver is CYCLES else "layer 5 (counted from 0)"
     assert int(solution.result) == _result.NON_FINITE and first in repr(solution)
-    with pytest.raises(lp_jax.SolveError, match=rf"{re.escape(first)}.* is the first.* whose output is not finite"):
+    with pytest.raises(
+        lp_jax.SolveError, match=rf"{re.escape(first)}.* is the first.* whose output is not finite"
+    ):
         solution.raise_if_failed()
 
 
@@ -371,7 +422,10 @@ def test_all_say_that_nothing_is_faster():
     assert [int(x) for x in results] == [_result.SERIAL] * 2
     np.testing.assert_array_equal(gradient, jax.jit(jax.grad(loss))(xs))
     errors = lp_jax.gradient_error(loss)(xs)
-    assert errors.relative == 0 and "one layer after another, as nothing is predicted to be faster" in str(errors)
+    assert (
+        errors.relative == 0
+        and "one layer after another, as nothing is predicted to be faster" in str(errors)
+    )
     _, pullback = lp_jax.scanned(body, init, xs).solve_vjp()
     assert int(pullback(init)[1].result) == _result.SERIAL
 
@@ -384,7 +438,9 @@ def test_a_loop_hears_of_a_fallback_once():
         warnings.simplefilter("default")
         for _ in range(3):
             gradient(jnp.ones(()))[2].warn()
-    assert len(heard) == 2 and "propagated one after another" in str(heard[0].message)  # forward and adjoint
+    assert len(heard) == 2 and "propagated one after another" in str(
+        heard[0].message
+    )  # forward and adjoint
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _asked.Results(jnp.int32(_result.DONE), jnp.int32(_result.SERIAL)).warn()

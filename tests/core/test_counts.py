@@ -36,7 +36,9 @@ SOLVERS = {
     "picard, windows": lp_jax.Windowed(sweeps=3, windows=4),
     "mgrit, 2 levels": lp_jax.MGRIT(),
     "mgrit, 3 levels": lp_jax.MGRIT(levels=3, coarsening=2),
-    "mgrit, F-cycle": lp_jax.MGRIT(levels=3, coarsening=2, cycle="F", start="guess", coarse_step=INJECT),
+    "mgrit, F-cycle": lp_jax.MGRIT(
+        levels=3, coarsening=2, cycle="F", start="guess", coarse_step=INJECT
+    ),
     "mgrit, FCF, injection": lp_jax.MGRIT(relaxation="FCF", coarse_step=INJECT),
     "mgrit, identity": lp_jax.MGRIT(coarsening=8, coarse_step=IDENTITY, start="guess"),
     "mgrit, storage all": lp_jax.MGRIT(coarse_step=INJECT, storage="all"),
@@ -59,12 +61,20 @@ def measured(solver):
         return jnp.sum(lp_jax.solve(layer, params, y0, solver=solver, comm=comm).y1 ** 2)
 
     work, depth = cost(function, params, y0, unit=2 * WIDTH**2)
-    programs = [compiled(jax.jit(functools.partial(function, comm=c)).lower(params, y0)) for c in (None, comm)]
+    programs = [
+        compiled(jax.jit(functools.partial(function, comm=c)).lower(params, y0))
+        for c in (None, comm)
+    ]
     messages = collections.Counter()
     for (kind, _), times in collectives(programs[-1]).items():
         messages[kind] += times
     nbytes = [program.memory_analysis().temp_size_in_bytes for program in programs]
-    return {"evaluations": work, "depth": depth, "messages": dict(sorted(messages.items())), "bytes": nbytes}
+    return {
+        "evaluations": work,
+        "depth": depth,
+        "messages": dict(sorted(messages.items())),
+        "bytes": nbytes,
+    }
 
 
 @pytest.mark.parametrize("name", SOLVERS)
@@ -75,7 +85,9 @@ def test_counts_are_those_held(name):
     wanted = stored["solves"][name]
     if stored["jaxlib"] != jaxlib.__version__:
         del wanted["bytes"], found["bytes"]
-    assert found == wanted, f"counts have changed; if that is meant, run python {os.path.relpath(__file__)}"
+    assert found == wanted, (
+        f"counts have changed; if that is meant, run python {os.path.relpath(__file__)}"
+    )
 
 
 # --- products in programs: on loops whose counts are plain, and on solvers whose counts are formulas --------------------
@@ -101,12 +113,24 @@ COUNTED = {
     "none": (lambda w, x: x, 0, 0),
     "fori_loop": (lambda w, x: jax.lax.fori_loop(0, 9, lambda i, y: w @ y, x), 9, 9),
     "map": (lambda w, x: jax.lax.map(lambda v: w @ v, jnp.stack([x] * 7)), 7, 1),
-    "scan": (lambda w, x: jax.lax.scan(lambda y, v: (w @ (y + w @ v), None), x, jnp.stack([x] * 7))[0], 14, 8),
-    "loops in a loop": (looped(lambda w, y: (jax.lax.fori_loop(0, 5, lambda j, y: w @ y, y), None)), 30, 30),
+    "scan": (
+        lambda w, x: jax.lax.scan(lambda y, v: (w @ (y + w @ v), None), x, jnp.stack([x] * 7))[0],
+        14,
+        8,
+    ),
+    "loops in a loop": (
+        looped(lambda w, y: (jax.lax.fori_loop(0, 5, lambda j, y: w @ y, y), None)),
+        30,
+        30,
+    ),
     "two chains": (two_chains, 18, 12),
     "the short one": (lambda w, x: two_chains(w, x)[1], 6, 6),
     "outputs that nobody reads": (looped(lambda w, y: (w @ y, w @ (w @ y))), 6, 6),
-    "branches": (lambda w, x: jax.lax.cond(x[0] > 0, lambda v: w @ (w @ v), lambda v: w @ v, x), 2, 2),
+    "branches": (
+        lambda w, x: jax.lax.cond(x[0] > 0, lambda v: w @ (w @ v), lambda v: w @ v, x),
+        2,
+        2,
+    ),
     "jit": (jax.jit(lambda w, x: (w @ x, w @ (w @ x))), 3, 2),
 }
 """A function of a matrix and a vector, its products, and those that wait for each other."""
@@ -171,22 +195,34 @@ def test_a_training_step_of_cycles(relaxation, skip, at_once):
     After that, the gradient of every layer.
     """
     n, m, forward, adjoint = 64, 4, 3, 2
-    fields = {"relaxation": relaxation, "start": "cascade" if skip else "guess", "coarse_step": INJECT}
+    fields = {
+        "relaxation": relaxation,
+        "start": "cascade" if skip else "guess",
+        "coarse_step": INJECT,
+    }
     solvers = (
-        lp_jax.MGRIT(levels=3, coarsening=m, iterations=k, at_once=at_once, **fields) for k in (forward, adjoint)
+        lp_jax.MGRIT(levels=3, coarsening=m, iterations=k, at_once=at_once, **fields)
+        for k in (forward, adjoint)
     )
     rules = relaxation if isinstance(relaxation, tuple) else [relaxation] * 2
     nu = [rule.count("C") for rule in (*rules, rules[-1])]
-    forward_work, adjoint_work = (sum(cycle_cost([64, 16, 4], nu, k, skip).values()) for k in (forward, adjoint))
+    forward_work, adjoint_work = (
+        sum(cycle_cost([64, 16, 4], nu, k, skip).values()) for k in (forward, adjoint)
+    )
     sweeps = 1 if at_once == math.inf else 1 + (adjoint - skip) * (nu[0] + 1)
-    assert training_step(n, *solvers).work == forward_work + 2 * adjoint_work + sweeps * (n - n // m) + n
+    assert (
+        training_step(n, *solvers).work
+        == forward_work + 2 * adjoint_work + sweeps * (n - n // m) + n
+    )
 
 
 def test_depth_of_two_levels():
     """The coarsest level, and m - 1 fine layers, in a first cycle without down-cycle; the final sweep is m."""
     n, m = 64, 4
     solver = lp_jax.MGRIT(coarsening=m, iterations=1, coarse_step=INJECT)
-    found = cost(lambda w, x: lp_jax.solve(layer, w, x, solver=solver).y1, jnp.stack([W] * n), X, unit=UNIT)
+    found = cost(
+        lambda w, x: lp_jax.solve(layer, w, x, solver=solver).y1, jnp.stack([W] * n), X, unit=UNIT
+    )
     assert found == (n / m + n, n / m + m)
 
 
@@ -195,11 +231,16 @@ NEWTON = lp_jax.Newton(iterations=4, batch_axes=1)
 
 @pytest.mark.parametrize(
     ("forward", "adjoint"),
-    [(NEWTON, NEWTON.for_adjoint()), (dataclasses.replace(NEWTON, jacobian="diagonal"), lp_jax.Picard(sweeps=2))],
+    [
+        (NEWTON, NEWTON.for_adjoint()),
+        (dataclasses.replace(NEWTON, jacobian="diagonal"), lp_jax.Picard(sweeps=2)),
+    ],
 )
 def test_a_layer_of_one_example_costs_a_product(forward, adjoint):
     """Whether its axis of examples is named or not."""
-    assert training_step(64, forward, adjoint) == training_step(64, dataclasses.replace(forward, batch_axes=0), adjoint)
+    assert training_step(64, forward, adjoint) == training_step(
+        64, dataclasses.replace(forward, batch_axes=0), adjoint
+    )
 
 
 if __name__ == "__main__":

@@ -19,15 +19,23 @@ from lp_jax._solvers._default import SWEEPS
 
 def test_a_pre_norm_network_at_its_start():
     """48 blocks as Flax initialises them: h = 1, nothing scaled down."""
-    keys, draw = jax.random.split(jax.random.key(0), 3), jax.nn.initializers.lecun_normal(batch_axis=0)
-    weights, x = (draw(keys[0], (48, 64, 256)), draw(keys[1], (48, 256, 64))), jax.random.normal(keys[2], (16, 64))
+    keys, draw = (
+        jax.random.split(jax.random.key(0), 3),
+        jax.nn.initializers.lecun_normal(batch_axis=0),
+    )
+    weights, x = (
+        (draw(keys[0], (48, 64, 256)), draw(keys[1], (48, 256, 64))),
+        jax.random.normal(keys[2], (16, 64)),
+    )
 
     def block(x, w):
         return x + jax.nn.gelu(jax.nn.standardize(x) @ w[0]) @ w[1], None
 
     def gradient(*solvers):
         given = dict(zip(("solver", "adjoint_solver"), solvers, strict=False))
-        return jax.jit(jax.grad(lambda w: jnp.mean(jnp.sin(lp_jax.scan(block, x, w, **given)[0]))))(weights)
+        return jax.jit(jax.grad(lambda w: jnp.mean(jnp.sin(lp_jax.scan(block, x, w, **given)[0]))))(
+            weights
+        )
 
     assert 1e-12 < relative_error(gradient(*SWEEPS), gradient(lp_jax.Serial())) < 2e-3
 
@@ -39,7 +47,9 @@ def both_ways(params, y0, solver):
     return (solution.y1, gradients.params), solution.trajectory, (solution.stats, stats)
 
 
-PARAMS, Y0 = (jnp.asarray(np.random.default_rng(5).normal(size=shape)) for shape in ((22, 6, 6), (3, 6)))
+PARAMS, Y0 = (
+    jnp.asarray(np.random.default_rng(5).normal(size=shape)) for shape in ((22, 6, 6), (3, 6))
+)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +58,12 @@ PARAMS, Y0 = (jnp.asarray(np.random.default_rng(5).normal(size=shape)) for shape
         lp_jax.Picard(sweeps=2, rtol=1e-10, fallback=True),
         lp_jax.Picard(sweeps=2, rtol=1e-10, fallback=True, at_once=4),
         lp_jax.MGRIT(iterations=3, rtol=1e-10, fallback=True),
-        lp_jax.MGRIT(iterations=1, rtol=1e-10, fallback=True),  # a skipped down-cycle measures nothing
-        lp_jax.MGRIT(iterations=2, rtol=1e-10, fallback=True, storage="all", coarse_step=lp_jax.Identity()),
+        lp_jax.MGRIT(
+            iterations=1, rtol=1e-10, fallback=True
+        ),  # a skipped down-cycle measures nothing
+        lp_jax.MGRIT(
+            iterations=2, rtol=1e-10, fallback=True, storage="all", coarse_step=lp_jax.Identity()
+        ),
         lp_jax.Newton(iterations=1, rtol=1e-14, fallback=True, batch_axes=1),
     ],
     ids=lambda solver: type(solver).__name__,
@@ -60,9 +74,14 @@ def test_any_solver_may_fall_back(solver):
     wanted, states, _ = both_ways(PARAMS, Y0, lp_jax.Serial())
     assert relative_error(got, wanted) < 1e-13
     forward, adjoint = (int(each.result) for each in stats)
-    assert forward == FELL_BACK and adjoint in (FELL_BACK, DONE)  # one iteration of Newton is enough
+    assert forward == FELL_BACK and adjoint in (
+        FELL_BACK,
+        DONE,
+    )  # one iteration of Newton is enough
     stride = solver.stride(22)
-    np.testing.assert_allclose(trajectory[:-1], states[stride - 1 :: stride][: len(trajectory) - 1], rtol=1e-13)
+    np.testing.assert_allclose(
+        trajectory[:-1], states[stride - 1 :: stride][: len(trajectory) - 1], rtol=1e-13
+    )
 
 
 def test_a_leaf_that_the_first_sweep_leaves_as_it_is():
@@ -82,7 +101,9 @@ def test_a_batch_by_vmap_falls_back_where_one_must():
         data = jnp.zeros((32, 1))
 
         def loss(weight):
-            solution = lp_jax.solve(step, None, jnp.ones(4), shared=weight, data=data, t1=8.0, solver=solver)
+            solution = lp_jax.solve(
+                step, None, jnp.ones(4), shared=weight, data=data, t1=8.0, solver=solver
+            )
             return jnp.sum(solution.y1), solution.result
 
         return jax.grad(loss, has_aux=True)(weight)
@@ -97,16 +118,25 @@ def test_falling_back_is_no_failure():
     step = lambda y, layer: 2.0 * y  # noqa: E731
     solution = lp_jax.solve(step, jnp.zeros(32), jnp.ones((), F64), solver=SWEEPS[0])
     assert solution.result == FELL_BACK and float(solution.raise_if_failed().y1) == 2.0**32
-    assert "one after another" in lp_jax.RESULTS[int(solution.result)] and "result=2" in repr(solution)
+    assert "one after another" in lp_jax.RESULTS[int(solution.result)] and "result=2" in repr(
+        solution
+    )
 
 
 def test_training_without_a_solver_takes_what_the_model_was_built_with():
     """And the default of `solve` where it was built with none; nothing is faster on eight layers."""
 
     def trained(built_with, solver=None):
-        loss_fn, params = train.classification(dense_classifier(8, dtype=jnp.float32, solver=built_with))
-        step_fn, state = train.make_train_step(loss_fn, optax.sgd(0.1)), train.init_state(params, optax.sgd(0.1))
-        return step_fn(state, (jnp.ones((4, 3), jnp.float32), jnp.zeros(4, jnp.int32)), solver, None)[1].loss
+        loss_fn, params = train.classification(
+            dense_classifier(8, dtype=jnp.float32, solver=built_with)
+        )
+        step_fn, state = (
+            train.make_train_step(loss_fn, optax.sgd(0.1)),
+            train.init_state(params, optax.sgd(0.1)),
+        )
+        return step_fn(
+            state, (jnp.ones((4, 3), jnp.float32), jnp.zeros(4, jnp.int32)), solver, None
+        )[1].loss
 
     one_cycle = lp_jax.MGRIT(iterations=1, coarse_step=lp_jax.Rediscretize())
     assert trained(None) == trained(one_cycle, lp_jax.Serial()) != trained(one_cycle)

@@ -50,7 +50,9 @@ def drawn(cell, dtype=jnp.float64, steps=STEPS):
 def loss_of(cell, scan):
     def loss(y0, gates, diagonals):
         y1, ys = scan(lambda y, x: (cell.step(y, x, diagonals), cell.output(y)), y0, gates)
-        return jnp.sum(jnp.square(ys.astype(jnp.float32))) + jnp.sum(cell.output(y1).astype(jnp.float32)), (y1, ys)
+        return jnp.sum(jnp.square(ys.astype(jnp.float32))) + jnp.sum(
+            cell.output(y1).astype(jnp.float32)
+        ), (y1, ys)
 
     return loss
 
@@ -59,12 +61,16 @@ kernel = functools.partial(lp_jax.scan, solver=SOLVER, adjoint_solver=SOLVER)
 
 
 def errors(a, b):
-    pairs = [[np.asarray(x, np.float64) for x in pair] for pair in zip(*map(jax.tree.leaves, (a, b)), strict=True)]
+    pairs = [
+        [np.asarray(x, np.float64) for x in pair]
+        for pair in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+    ]
     return np.array([np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs])
 
 
 @pytest.mark.parametrize(
-    "cell, dtype, count", [(nn.ParaGRU, jnp.float32, 1), (nn.ParaGRU, jnp.bfloat16, 2), (nn.ParaLSTM, jnp.float32, 2)]
+    "cell, dtype, count",
+    [(nn.ParaGRU, jnp.float32, 1), (nn.ParaGRU, jnp.bfloat16, 2), (nn.ParaLSTM, jnp.float32, 2)],
 )
 def test_values_and_gradients_are_those_of_a_scan(cell, dtype, count, interpreted, monkeypatch):
     monkeypatch.setattr(_elementwise, "intervals", lambda steps, places: count)
@@ -88,10 +94,14 @@ def test_products_with_hessians_both_ways_and_a_vmap(interpreted, two_intervals)
     def of_gradient(scan, how):
         gradient = jax.grad(lambda d: scalar(scan)(y0, gates, d))
         if how == "forward":
-            return jax.jit(lambda d: jax.jvp(gradient, (d,), (jax.tree.map(jnp.ones_like, d),))[1])(diagonals)
+            return jax.jit(lambda d: jax.jvp(gradient, (d,), (jax.tree.map(jnp.ones_like, d),))[1])(
+                diagonals
+            )
         if how == "reverse":
             return jax.jit(jax.grad(lambda d: sum(map(jnp.sum, gradient(d)))))(diagonals)
-        return jax.jit(jax.vmap(gradient))(jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), diagonals))
+        return jax.jit(jax.vmap(gradient))(
+            jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), diagonals)
+        )
 
     for how in ("forward", "reverse", "vmap"):
         assert np.all(errors(of_gradient(kernel, how), of_gradient(lax.scan, how)) < 1e-6), how
@@ -108,7 +118,14 @@ def test_iterations_over_intervals_are_reported(reported, count, interpreted, mo
 
 
 def test_intervals_are_for_long_chains_that_do_not_fill_the_card():
-    assert [intervals(steps, 1024) for steps in (1024, 4095, 8192, 65536, 10_000, 8191)] == [1, 1, 128, 128, 125, 1]
+    assert [intervals(steps, 1024) for steps in (1024, 4095, 8192, 65536, 10_000, 8191)] == [
+        1,
+        1,
+        128,
+        128,
+        125,
+        1,
+    ]
     assert intervals(8192, 256 * 64) == 1
 
 
@@ -117,7 +134,9 @@ def test_a_step_is_split_at_its_state():
     early, late, each, _ = split(lambda y, x, w: jnp.tanh(y + x @ w), y, x, w)
     assert [e.primitive.name for e in early.eqns] == ["dot_general"] and each == 1
     assert [e.primitive.name for e in late.eqns] == ["add", "tanh"]
-    _, late, each, _ = split(lambda y, x, w: y + x[0, 0] * jnp.sin(y), y, x, w)  # one number a step stays one
+    _, late, each, _ = split(
+        lambda y, x, w: y + x[0, 0] * jnp.sin(y), y, x, w
+    )  # one number a step stays one
     assert [v.aval.size for v in late.invars] == [8, 1] and each == 1
     constant = np.arange(8.0).reshape(2, 4)
     assert not isinstance(split(lambda y, x, w: y * constant, y, x, w), str)
@@ -134,16 +153,23 @@ def test_a_step_is_split_at_its_state():
 def test_refusals():
     solve = functools.partial(lp_jax.scan, xs=jnp.ones((8, 4)), solver=SOLVER)
     coupled = lambda y, x: (jnp.cumsum(y) + x, None)  # noqa: E731
-    with pytest.raises(TypeError, match=r"each number of the state by itself; this one has cumsum.*lp_jax\.Serial\(\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"each number of the state by itself; this one has cumsum.*lp_jax\.Serial\(\)",
+    ):
         solve(coupled, jnp.ones(4))
-    serial_forward = functools.partial(lp_jax.scan, xs=jnp.ones((8, 4)), solver=lp_jax.Serial(), adjoint_solver=SOLVER)
+    serial_forward = functools.partial(
+        lp_jax.scan, xs=jnp.ones((8, 4)), solver=lp_jax.Serial(), adjoint_solver=SOLVER
+    )
     with pytest.raises(TypeError, match="cumsum"):
         jax.grad(lambda y: jnp.sum(serial_forward(coupled, y)[0]))(jnp.ones(4))
     alone = lambda y, x: (jnp.tanh(y + x), None)  # noqa: E731
     with pytest.raises(ValueError, match=r"one device.*got 2 worker\(s\)"):
         solve(alone, jnp.ones(4), comm=mesh(2))
     everywhere = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
-    spread = jax.shard_map(lambda y: solve(alone, y)[0], mesh=jax.make_mesh((2,), ("a",)), **everywhere)
+    spread = jax.shard_map(
+        lambda y: solve(alone, y)[0], mesh=jax.make_mesh((2,), ("a",)), **everywhere
+    )
     with pytest.raises(ValueError, match=r"outside of shard_map"):
         jax.jit(spread)(jnp.ones(4))
 
@@ -157,7 +183,9 @@ def test_it_is_a_scan_elsewhere(monkeypatch):
     monkeypatch.delattr("jax.experimental.pallas.triton")
     assert _elementwise.launch() is None
     again = functools.partial(scalar(kernel), 2 * y0)
-    assert np.all(errors(again(gates, diagonals), scalar(lax.scan)(2 * y0, gates, diagonals)) < 1e-7)
+    assert np.all(
+        errors(again(gates, diagonals), scalar(lax.scan)(2 * y0, gates, diagonals)) < 1e-7
+    )
     assert not isinstance(chosen(H200), Elementwise)
 
 
@@ -174,8 +202,15 @@ def chosen(device, cell=nn.ParaGRU, steps=1024):
 
 def test_where_the_default_takes_it():
     for cell in (nn.ParaGRU, nn.ParaLSTM):
-        assert chosen(H200, cell) == chosen(processor("gpu", "NVIDIA H100 80GB HBM3"), cell) == SOLVER
-        for device in (processor("cpu"), processor("gpu", "Tesla V100"), processor("gpu"), processor("tpu", "TPU v4")):
+        assert (
+            chosen(H200, cell) == chosen(processor("gpu", "NVIDIA H100 80GB HBM3"), cell) == SOLVER
+        )
+        for device in (
+            processor("cpu"),
+            processor("gpu", "Tesla V100"),
+            processor("gpu"),
+            processor("tpu", "TPU v4"),
+        ):
             assert chosen(device, cell) != SOLVER
     assert chosen(H200, steps=8) != SOLVER
     with jax.set_mesh(jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))):
@@ -184,7 +219,9 @@ def test_where_the_default_takes_it():
         lambda y, x: jnp.tanh(0.5 * y + x.data), None, jnp.ones(8), data=jnp.ones((256, 8))
     )
     fields = {"shared": jnp.ones((4, 4)), "data": jnp.ones(512)}
-    mixing = lp_jax.Problem(lambda y, layer: jnp.tanh(y @ layer.shared), None, jnp.ones((2, 4)), **fields)
+    mixing = lp_jax.Problem(
+        lambda y, layer: jnp.tanh(y @ layer.shared), None, jnp.ones((2, 4)), **fields
+    )
     with planning.assume(H200):
         assert planning.default(without_weights).solver == SOLVER != planning.default(mixing).solver
 
@@ -203,7 +240,9 @@ def test_it_is_planned_and_described():
     assert count(SOLVER, 64).depth() == count(lp_jax.Serial(), 64).depth() == 64
     assert planning.with_effort(SOLVER, 3) == SOLVER
     assert viz.describe(SOLVER, 64).title.startswith("64 layers one after another")
-    machine = planning.Machine(**dict.fromkeys(("at_once", "forward", "adjoint", "gradient"), (1,)), state_bytes=8)
+    machine = planning.Machine(
+        **dict.fromkeys(("at_once", "forward", "adjoint", "gradient"), (1,)), state_bytes=8
+    )
     assert planning.predict(SOLVER, SOLVER, 64, machine).working >= 64 * 8
 
 
@@ -217,7 +256,9 @@ def test_all_operations_lower_for_a_gpu(two_intervals):
         for name in names.split():
             z += getattr(lax, name)(1 + z * z)
         z = jnp.where(
-            (z >= 0) ^ (z != 1) & ~(z > 2) | (z <= 3), z**3 / lax.pow(2 + z * z, y), jnp.maximum(z, jnp.clip(y, 0, 1))
+            (z >= 0) ^ (z != 1) & ~(z > 2) | (z <= 3),
+            z**3 / lax.pow(2 + z * z, y),
+            jnp.maximum(z, jnp.clip(y, 0, 1)),
         )
         return lax.select(z < 1, z, lax.min(y, z)) - (z == 2).astype(z.dtype)
 

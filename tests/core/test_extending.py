@@ -46,7 +46,9 @@ def page(as_a_user_has_it, tmp_path_factory):
 
 def gradient(problem, solver, **changed):
     problem = problem.replace(**changed)
-    return jax.jit(jax.grad(lambda p: jnp.sum(problem.replace(params=p).solve(solver=solver).y1 ** 2)))(problem.params)
+    return jax.jit(
+        jax.grad(lambda p: jnp.sum(problem.replace(params=p).solve(solver=solver).y1 ** 2))
+    )(problem.params)
 
 
 def assert_close(got, wanted, rtol):
@@ -55,9 +57,17 @@ def assert_close(got, wanted, rtol):
 
 
 def test_five_examples_of_public_names_in_thirty_lines_each():
-    assert list(SECTIONS) == ["A coarse step", "A relaxation", "A solver", "A comm", "An architecture"]
+    assert list(SECTIONS) == [
+        "A coarse step",
+        "A relaxation",
+        "A solver",
+        "A comm",
+        "An architecture",
+    ]
     for title, code in SECTIONS.items():
-        lines = [line for line in code.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+        lines = [
+            line for line in code.splitlines() if line.strip() and not line.lstrip().startswith("#")
+        ]
         assert 0 < len(lines) <= 30, (title, len(lines))
         assert not re.search(r"lp_jax\.\w*\._|lp_jax\._|import _|from lp_jax\S*\._", code), title
 
@@ -77,8 +87,12 @@ def test_injection_as_a_function_is_the_built_in_injection(page):
     def inject(step, y, layers):
         return step(y, jax.tree.map(lambda x: x[0], layers)._replace(dt=jnp.sum(layers.dt)))
 
-    solvers = [lp_jax.MGRIT(levels=3, coarse_step=c, iterations=2) for c in (inject, lp_jax.Rediscretize())]
-    problem = page["problem"].replace(params=jax.tree.map(lambda x: np.asarray(x)[:27], page["params"]))
+    solvers = [
+        lp_jax.MGRIT(levels=3, coarse_step=c, iterations=2) for c in (inject, lp_jax.Rediscretize())
+    ]
+    problem = page["problem"].replace(
+        params=jax.tree.map(lambda x: np.asarray(x)[:27], page["params"])
+    )
     assert_close(*(problem.solve(solver=solver).y1 for solver in solvers), 1e-14)
 
 
@@ -86,7 +100,10 @@ def test_a_relaxation_is_one_of_the_words_where_it_does_the_same(page):
     def fcf(level, u):
         return lp_jax.multigrid.c_relax(level, u)
 
-    word, function = (lp_jax.MGRIT(relaxation=r, iterations=2, coarse_step=lp_jax.Rediscretize()) for r in ("FCF", fcf))
+    word, function = (
+        lp_jax.MGRIT(relaxation=r, iterations=2, coarse_step=lp_jax.Rediscretize())
+        for r in ("FCF", fcf)
+    )
     assert_close(gradient(page["problem"], function), gradient(page["problem"], word), 1e-14)
     assert page["error"](page["relaxed"]) < page["error"](page["injection"])
 
@@ -105,7 +122,10 @@ def test_a_solver_is_differentiated_on_any_comm(page):
 
 def test_a_solver_stands_in_for_a_coarse_step_and_the_coarsest_level(page):
     inside = page["BlockJacobi"](size=2, iterations=4)
-    for fields in ({"coarsening": 8, "coarse_step": inside, "iterations": 1}, {"coarsest": inside, "iterations": 8}):
+    for fields in (
+        {"coarsening": 8, "coarse_step": inside, "iterations": 1},
+        {"coarsest": inside, "iterations": 8},
+    ):
         assert page["error"](lp_jax.MGRIT(**fields)) < 1e-14
 
 
@@ -145,7 +165,10 @@ def test_what_is_registered_for_a_solver_is_taken(page):
             return state["states"]
 
     solver = Jacobi()
-    with pytest.raises(TypeError, match=r"Jacobi has no field `iterations`; register .*planning.with_effort.register"):
+    with pytest.raises(
+        TypeError,
+        match=r"Jacobi has no field `iterations`; register .*planning.with_effort.register",
+    ):
         planning.with_effort(solver, 5)
 
     @planning.held.register
@@ -163,9 +186,14 @@ def test_what_is_registered_for_a_solver_is_taken(page):
     assert planning.predict(solver, solver, 32, page["gpu"])[-2:] == (7 * 32, 5)
     assert planning.with_effort(solver, 5) == Jacobi(rounds=5)
     figure = viz.hierarchy(solver, 32)
-    assert figure.get_suptitle() == "32 layers, round and round" and figure.get_supxlabel().startswith("A note.")
+    assert (
+        figure.get_suptitle() == "32 layers, round and round"
+        and figure.get_supxlabel().startswith("A note.")
+    )
     assert "3 Jacobi iterations" in viz.schedule(solver, 32, workers=2).get_supxlabel()
-    assert_close(gradient(page["problem"], Jacobi(rounds=32)), page["gradient"], 1e-12)  # changes no number of a solve
+    assert_close(
+        gradient(page["problem"], Jacobi(rounds=32)), page["gradient"], 1e-12
+    )  # changes no number of a solve
 
 
 def test_a_coarse_step_of_a_class_runs_is_planned_and_drawn(page):
@@ -176,7 +204,10 @@ def test_a_coarse_step_of_a_class_runs_is_planned_and_drawn(page):
         def coarsen(self, chain, level, span, *, at_once):
             return lp_jax.Rediscretize().coarsen(chain, level, span, at_once=at_once)
 
-    ours, theirs = (lp_jax.MGRIT(levels=3, iterations=2, coarse_step=step) for step in (First(), lp_jax.Rediscretize()))
+    ours, theirs = (
+        lp_jax.MGRIT(levels=3, iterations=2, coarse_step=step)
+        for step in (First(), lp_jax.Rediscretize())
+    )
     assert page["error"](ours) == page["error"](theirs)
     assert count(ours, 32).work() == count(theirs, 32).work()
     assert "Coarse step: First." in viz.hierarchy(ours, 32).get_supxlabel()
@@ -186,7 +217,9 @@ def test_a_comm_counts_the_messages_of_a_program(page):
     """The coarse solve of the first cycle and of the second; the second's sweep and the final one; the norms; the end."""
     assert +page["comm"].messages == {"relay": 2, "shift": 2, "sum": 2}
     plain = page["error"](page["injection"], comm=mesh(2))
-    np.testing.assert_allclose(page["error"](page["injection"], comm=page["Counted"](mesh(2))), plain, rtol=1e-12)
+    np.testing.assert_allclose(
+        page["error"](page["injection"], comm=page["Counted"](mesh(2))), plain, rtol=1e-12
+    )
 
 
 def test_an_architecture_has_the_gradient_of_its_layers_one_after_another(page):
@@ -194,8 +227,13 @@ def test_an_architecture_has_the_gradient_of_its_layers_one_after_another(page):
     graph, params = nnx.split(page["trunk"])
 
     def loss(params, solver):
-        x, v = nnx.merge(graph, params).solve((jnp.ones((4, 8)), jnp.zeros((4, 8))), solver=solver).y1
+        x, v = (
+            nnx.merge(graph, params).solve((jnp.ones((4, 8)), jnp.zeros((4, 8))), solver=solver).y1
+        )
         return jnp.sum(x**2) + jnp.sum(v)
 
-    got, wanted = (jax.jit(jax.value_and_grad(loss))(params, s) for s in (lp_jax.MGRIT(iterations=8), lp_jax.Serial()))
+    got, wanted = (
+        jax.jit(jax.value_and_grad(loss))(params, s)
+        for s in (lp_jax.MGRIT(iterations=8), lp_jax.Serial())
+    )
     assert_close(got, wanted, 1e-12)

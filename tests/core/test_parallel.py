@@ -34,7 +34,9 @@ def total(out):
 
 def solved(f, *args, **options):
     """Programs of solves in ``f``, and whether scans outside of them are left."""
-    return str(jax.make_jaxpr(lp_jax.parallel(f, solver=EXACT, **options))(*args)).count("custom_vjp_call")
+    return str(jax.make_jaxpr(lp_jax.parallel(f, solver=EXACT, **options))(*args)).count(
+        "custom_vjp_call"
+    )
 
 
 def same(f, *args, solver=EXACT, tolerance=1e-12, **options):
@@ -51,7 +53,9 @@ def own_gradient(w, x):
     return plain(w, x)[0]
 
 
-own_gradient.defvjp(lambda w, x: (own_gradient(w, x), (w, x)), lambda res, g: (res[0] * 2, res[1] * 3))
+own_gradient.defvjp(
+    lambda w, x: (own_gradient(w, x), (w, x)), lambda res, g: (res[0] * 2, res[1] * 3)
+)
 
 
 def in_a_while(w, x):
@@ -67,15 +71,26 @@ PROGRAMS = {
     "jit": (jax.jit(plain, inline=True), 1),
     "checkpoint": (jax.checkpoint(lambda w, x: jax.jit(plain)(w, x)), 1),
     "step with checkpoint": (lambda w, x: lax.scan(jax.checkpoint(body), x, w), 1),
-    "a condition": (lambda w, x: lax.cond(x[0, 0] > 0, plain, lambda w, x: (2 * x, w[:, 0, 0]), w, x), 1),
-    "fori_loop": (lambda w, x: lax.fori_loop(0, N, lambda i, y: body(y, w[i])[0], x), 1),
-    "vmap outside": (lambda w, x: jax.vmap(plain, (None, 0))(w, x), 1),
-    "a sum over the batch": (lambda w, x: jax.vmap(functools.partial(averaged, w), axis_name="batch")(x), 1),
-    "a scan within the step": (
-        lambda w, x: lax.scan(lambda y, w: (lax.scan(lambda y, v: (y + 0.1 * v[None], None), y, w)[0], None), x, w),
+    "a condition": (
+        lambda w, x: lax.cond(x[0, 0] > 0, plain, lambda w, x: (2 * x, w[:, 0, 0]), w, x),
         1,
     ),
-    "a counter outside": (lambda w, x: lax.scan(lambda i, w: (i + 1, plain(w, x)), 0, jnp.stack([w, w]))[1], 1),
+    "fori_loop": (lambda w, x: lax.fori_loop(0, N, lambda i, y: body(y, w[i])[0], x), 1),
+    "vmap outside": (lambda w, x: jax.vmap(plain, (None, 0))(w, x), 1),
+    "a sum over the batch": (
+        lambda w, x: jax.vmap(functools.partial(averaged, w), axis_name="batch")(x),
+        1,
+    ),
+    "a scan within the step": (
+        lambda w, x: lax.scan(
+            lambda y, w: (lax.scan(lambda y, v: (y + 0.1 * v[None], None), y, w)[0], None), x, w
+        ),
+        1,
+    ),
+    "a counter outside": (
+        lambda w, x: lax.scan(lambda i, w: (i + 1, plain(w, x)), 0, jnp.stack([w, w]))[1],
+        1,
+    ),
 }
 
 
@@ -97,12 +112,17 @@ def test_scans_are_found_wherever_they_stand(name):
     ("f", "why"),
     [
         (own_gradient, None),
-        (lambda w, x: lax.scan(lambda y, w: (jax.debug.callback(lambda: None), body(y, w))[1], x, w), "side effects"),
+        (
+            lambda w, x: lax.scan(
+                lambda y, w: (jax.debug.callback(lambda: None), body(y, w))[1], x, w
+            ),
+            "side effects",
+        ),
         (lambda w, x: (lax.scan(lambda i, w: (i + 1, w), 0, w), x), "no floating-point"),
         (
-            lambda w, x: lax.scan(lambda c, w: ((body(c[0], w)[0], jnp.int32(c[0][0, 0])), None), (x, jnp.int32(0)), w)[
-                0
-            ][0],
+            lambda w, x: lax.scan(
+                lambda c, w: ((body(c[0], w)[0], jnp.int32(c[0][0, 0])), None), (x, jnp.int32(0)), w
+            )[0][0],
             "int32",
         ),
     ],
@@ -136,7 +156,10 @@ def test_the_default_solves_where_that_is_faster():
 
 def thin(w):
     step = jnp.float32(1 / len(w))
-    return jnp.sum(lax.scan(lambda y, w: (y + step * jnp.tanh(y @ w), None), jnp.ones((4, 8), w.dtype), w)[0] ** 2)
+    return jnp.sum(
+        lax.scan(lambda y, w: (y + step * jnp.tanh(y @ w), None), jnp.ones((4, 8), w.dtype), w)[0]
+        ** 2
+    )
 
 
 def test_where_sees_each_scan_and_picks():
@@ -183,7 +206,11 @@ def test_a_function_jitted_already_keeps_its_name_donation_and_shardings():
 def test_a_step_that_sums_over_devices_within_a_shard_map(checked):
     """Its result is the same on every device, and so is that of `lp_jax.scan` and of `parallel`, gradients too."""
     mesh, spec = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,)), PartitionSpec
-    specs = {"in_specs": (spec(None, None, "model"), spec()), "out_specs": spec(), "check_vma": checked}
+    specs = {
+        "in_specs": (spec(None, None, "model"), spec()),
+        "out_specs": spec(),
+        "check_vma": checked,
+    }
 
     def step(y, w):
         return y + lax.psum(jax.jit(jnp.tanh)(y @ w) @ w.T, "model"), None
@@ -194,10 +221,14 @@ def test_a_step_that_sums_over_devices_within_a_shard_map(checked):
     f = jax.shard_map(split, mesh=mesh, **specs)
     assert solved(f, W, X) == 1
     same(f, W, X)
-    by_hand = jax.shard_map(lambda w, x: lp_jax.scan(step, x, w, solver=EXACT)[0], mesh=mesh, **specs)
+    by_hand = jax.shard_map(
+        lambda w, x: lp_jax.scan(step, x, w, solver=EXACT)[0], mesh=mesh, **specs
+    )
     a, b = (jax.jit(jax.grad(lambda w, f=f: total(f(w, X))))(W) for f in (by_hand, f))
     np.testing.assert_allclose(a, b, rtol=1e-10)
-    whole = jax.grad(lambda w: total(lax.scan(lambda y, w: (y + jnp.tanh(y @ w) @ w.T, None), X, w)[0]))(W)
+    whole = jax.grad(
+        lambda w: total(lax.scan(lambda y, w: (y + jnp.tanh(y @ w) @ w.T, None), X, w)[0])
+    )(W)
     np.testing.assert_allclose(a, whole, rtol=1e-10)  # on one device
 
 
@@ -240,7 +271,9 @@ def test_arguments_that_are_no_arrays_are_constants():
     def f(w, x, *, train, name):
         return plain(w, x)[0] if train and name == "a" else x
 
-    np.testing.assert_allclose(lp_jax.parallel(f, solver=EXACT)(W, X, train=True, name="a"), plain(W, X)[0], rtol=1e-12)
+    np.testing.assert_allclose(
+        lp_jax.parallel(f, solver=EXACT)(W, X, train=True, name="a"), plain(W, X)[0], rtol=1e-12
+    )
     results = lp_jax.parallel(lambda x: (x, jnp.array(True), 1.0))(X)
     assert all(isinstance(x, jax.Array) for x in results)  # what the program holds as numbers, too
     with pytest.raises(TypeError, match="solver must be a solver"):
@@ -251,7 +284,9 @@ def test_arguments_that_are_no_arrays_are_constants():
             lp_jax.parallel(plain, **options)(W, X)
 
 
-@pytest.mark.parametrize("solver", [EXACT, None, lp_jax.MGRIT(), lp_jax.Newton(iterations=N, batch_axes=1)])
+@pytest.mark.parametrize(
+    "solver", [EXACT, None, lp_jax.MGRIT(), lp_jax.Newton(iterations=N, batch_axes=1)]
+)
 def test_symbolic_dimensions(solver):
     """A program exported once for all sizes of the batch."""
     (batch,) = jax.export.symbolic_shape("batch")

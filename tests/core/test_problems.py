@@ -18,8 +18,17 @@ pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 
 def sentences(folder):
-    words = [("The", "DET"), ("dog", "NOUN"), ("sees", "VERB"), ("a", "DET"), ("cat", "NOUN"), (".", "PUNCT")]
-    return treebank(folder, *([words[: 3 + number % 4] for number in range(count)] for count in (12, 2, 3)))
+    words = [
+        ("The", "DET"),
+        ("dog", "NOUN"),
+        ("sees", "VERB"),
+        ("a", "DET"),
+        ("cat", "NOUN"),
+        (".", "PUNCT"),
+    ]
+    return treebank(
+        folder, *([words[: 3 + number % 4] for number in range(count)] for count in (12, 2, 3))
+    )
 
 
 def series(folder):
@@ -28,7 +37,10 @@ def series(folder):
         head = "@problemName Tiny\n@univariate false\n@dimensions 2\n@equalLength false\n@classLabel true a b\n@data\n"
         rows = []
         for number in range(count):
-            channels = [",".join(f"{v:.3f}" for v in rng.normal(number % 2, 1, 6 + number % 3)) for _ in range(2)]
+            channels = [
+                ",".join(f"{v:.3f}" for v in rng.normal(number % 2, 1, 6 + number % 3))
+                for _ in range(2)
+            ]
             rows.append(":".join([*channels, "ab"[number % 2]]))
         write(folder / f"Tiny_{split}.ts", head + "\n".join(rows) + "\n")
     return folder
@@ -43,7 +55,12 @@ def shapes(folder):
     for split, count in (("train", 4), ("test", 2)):
         voxels = np.packbits(rng.random((count, 32, 32, 32)) < 0.3, axis=-1)
         labels = np.arange(count, dtype=np.uint8) % 2
-        np.savez(folder / f"voxels_{split}.npz", voxels=voxels, labels=labels, classes=np.array(["chair", "monitor"]))
+        np.savez(
+            folder / f"voxels_{split}.npz",
+            voxels=voxels,
+            labels=labels,
+            classes=np.array(["chair", "monitor"]),
+        )
     return folder
 
 
@@ -51,7 +68,10 @@ def shapes(folder):
 # programs more.
 RUNS = {
     "peaks": (None, "--layers 8 --width 6 --batch-size 2000 --serial"),
-    "gum": (sentences, "--layers 2 --width 4 --heads 1 --dropout 0.1 --solver Picard --solver.sweeps 1 --no-compare"),
+    "gum": (
+        sentences,
+        "--layers 2 --width 4 --heads 1 --dropout 0.1 --solver Picard --solver.sweeps 1 --no-compare",
+    ),
     "timeseries": (series, "--name Tiny --width 4 --units 2 --serial"),
     "text": (book, "--layers 2 --width 4 --heads 1 --serial"),
     "modelnet": (
@@ -63,7 +83,10 @@ RUNS = {
 
 
 # sentences of five words and more come with a tag for each word; the prompt is the beginning of what is held out
-SAMPLES = {"gum": r"The/[A-Z]+\S* dog/\S+ sees/\S+ a/\S+ cat/\S+\n", "text": r"temperature 0.7\):\n\n.{32}\|.{200}\n"}
+SAMPLES = {
+    "gum": r"The/[A-Z]+\S* dog/\S+ sees/\S+ a/\S+ cat/\S+\n",
+    "text": r"temperature 0.7\):\n\n.{32}\|.{200}\n",
+}
 
 
 @pytest.mark.parametrize("problem", RUNS)
@@ -103,7 +126,10 @@ def test_a_text_goes_on_with_what_is_likely():
         return logits
 
     before, _, after = written(dataset, 0, predict).partition("|")
-    assert before.endswith("\nabcdefghijklmnop") and after == ("abcdefghijklmnopqrstuvwxyz" * 10)[16:216]
+    assert (
+        before.endswith("\nabcdefghijklmnop")
+        and after == ("abcdefghijklmnopqrstuvwxyz" * 10)[16:216]
+    )
 
 
 @pytest.mark.parametrize("problem", [name for name in PROBLEMS if PROBLEMS[name].sources])
@@ -114,7 +140,9 @@ def test_files_that_are_not_named_are_asked_for(problem, capsys):
 
 
 def test_settings_that_are_not_given_are_those_of_problem_and_model():
-    dense, conv = (model_and_training(PROBLEMS["mnist"], {"model": model})[0] for model in (None, "conv"))
+    dense, conv = (
+        model_and_training(PROBLEMS["mnist"], {"model": model})[0] for model in (None, "conv")
+    )
     assert (type(dense).__name__, dense.layers, dense.width) == ("Dense", 64, 64)
     assert (conv.layers, conv.t1) == (32, 1.0)
     model, training = model_and_training(PROBLEMS["mnist"], {"layers": 7, "epochs": 2, "seed": 3})

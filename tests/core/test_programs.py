@@ -96,7 +96,11 @@ def test_kernels_loops_and_messages(read):
     assert (read.unknown, read.scatters()) == (0, 0)
     assert read.launches == hlo.Launches(alone=1 + 8, graphs=8, in_graphs=16)
     of_unknown_length = hlo.Program(TEXT.replace(", KNOWN", ""))
-    assert (of_unknown_length.unknown, of_unknown_length.launched, of_unknown_length.launches) == (1, 4, None)
+    assert (of_unknown_length.unknown, of_unknown_length.launched, of_unknown_length.launches) == (
+        1,
+        4,
+        None,
+    )
 
 
 def test_bytes_are_those_that_are_asked_for(read):
@@ -110,10 +114,22 @@ def test_bytes_are_those_that_are_asked_for(read):
 
 def test_a_small_network_compiled_for_a_gpu(tmp_path):
     """Run as users run it, in a process whose environment hides the plugin; without its compiler it says what to install."""
-    command = [sys.executable, "-m", "benchmarks.program", "--quick", "--only", "Serial", "Picard, 8 sweeps"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.program",
+        "--quick",
+        "--only",
+        "Serial",
+        "Picard, 8 sweeps",
+    ]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(BENCHMARKS.parent)}
     done = subprocess.run(
-        [*command, "--out", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
+        [*command, "--out", str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     if importlib.util.find_spec("jax_plugins") is None:
         assert done.returncode == 2
@@ -122,7 +138,11 @@ def test_a_small_network_compiled_for_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "program.json").read_text())["rows"]
     found = {one["name"]: one for one in row["contenders"]}
-    assert found["lax.scan"]["kernels"] > found["lax.scan, unroll=8"]["kernels"] > found["Picard, 8 sweeps"]["kernels"]
+    assert (
+        found["lax.scan"]["kernels"]
+        > found["lax.scan, unroll=8"]["kernels"]
+        > found["Picard, 8 sweeps"]["kernels"]
+    )
     assert found["Picard, 8 sweeps"]["unknown"] == found["Picard, 8 sweeps"]["scatters"] == 0
     assert "| Picard, 8 sweeps" in (tmp_path / "program.md").read_text()
 

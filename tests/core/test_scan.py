@@ -26,7 +26,12 @@ def trees(carry, x):
     a, other = carry
     k = other["k"]
     new = a + 0.1 * jnp.tanh(a @ x["w"] + k)
-    return (new, {"k": 0.9 * k + 0.1 * jnp.sin(a @ CLOSED_OVER)}), {"o": new * k, "i": 3, "positive": a > 0, "n": None}
+    return (new, {"k": 0.9 * k + 0.1 * jnp.sin(a @ CLOSED_OVER)}), {
+        "o": new * k,
+        "i": 3,
+        "positive": a > 0,
+        "n": None,
+    }
 
 
 def counting(carry, x):
@@ -66,15 +71,24 @@ def converting(c, w):
 def sparse(c, x):
     y, m = c
     flags = {"indices_sorted": m.indices_sorted, "unique_indices": m.unique_indices}
-    return (y + 0.1 * jnp.tanh(m @ y), BCOO((0.9 * m.data + 0.1 * x, m.indices), shape=m.shape, **flags)), None
+    return (
+        y + 0.1 * jnp.tanh(m @ y),
+        BCOO((0.9 * m.data + 0.1 * x, m.indices), shape=m.shape, **flags),
+    ), None
 
 
 BODIES = {
     "trees": (trees, lambda n: ((normal(2, 3), {"k": normal(2, 3)}), {"w": normal(n, 3, 3)})),
     "counting": (counting, lambda n: ((normal(3), jnp.int32(0), jax.random.key(1)), normal(n, 3))),
-    "nothing scanned over": (lambda y, _: (y + 0.05 * jnp.sin(y), y.sum()), lambda n: (normal(3), None)),
+    "nothing scanned over": (
+        lambda y, _: (y + 0.05 * jnp.sin(y), y.sum()),
+        lambda n: (normal(3), None),
+    ),
     "checkpointed": (checkpointed, lambda n: (normal(2, 3), normal(n, 3, 3))),
-    "weak type": (lambda c, x: ((0.9 * c[0] + x, c[1]), c[0]), lambda n: ((0.0, jax.random.key(1)), normal(n))),
+    "weak type": (
+        lambda c, x: ((0.9 * c[0] + x, c[1]), c[0]),
+        lambda n: ((0.0, jax.random.key(1)), normal(n)),
+    ),
     "a class that converts": (converting, lambda n: (Converting(normal(3), 0), normal(n, 3))),
     "sparse": (sparse, lambda n: ((normal(3), BCOO.fromdense(jnp.eye(3))), normal(n, 3))),
     "integers": (
@@ -94,7 +108,9 @@ def everything(scan, body, operands, n, reverse):
 
     def loss(inexact):
         values = iter(inexact)
-        init, xs = jax.tree.unflatten(structure, [next(values) if is_inexact(x) else x for x in leaves])
+        init, xs = jax.tree.unflatten(
+            structure, [next(values) if is_inexact(x) else x for x in leaves]
+        )
         out = scan(body, init, xs, n, reverse)
         seen = [x for x in jax.tree.leaves(out) if is_inexact(x)]
         return sum((1 + k) * jnp.sum(jnp.sin(x)) for k, x in enumerate(seen)), out
@@ -138,7 +154,9 @@ def test_the_results_are_those_of_lax_scan(monkeypatch, name, n, reverse):
 
     # sweeps and cycles take turns with the lengths; both on 16 layers of trees
     sweeps, cycles = lp_jax.Picard(sweeps=16), lp_jax.MGRIT(iterations=5)
-    for solver in (sweeps,) if n == 7 else (sweeps, cycles) if (name, n) == ("trees", 16) else (cycles,):
+    for solver in (
+        (sweeps,) if n == 7 else (sweeps, cycles) if (name, n) == ("trees", 16) else (cycles,)
+    ):
         assert_same(found(solver), wanted, 1e-13)
     if name == "trees" and n == 13:
         assert_same(found(lp_jax.Serial()), wanted, 1e-14)
@@ -148,7 +166,10 @@ def test_the_results_are_those_of_lax_scan(monkeypatch, name, n, reverse):
 
 
 def test_a_guess_restarts_a_scan():
-    body, operands = lambda y, w: (y + 0.1 * jnp.tanh(y @ w), None), (normal(2, 3), normal(16, 3, 3))
+    body, operands = (
+        lambda y, w: (y + 0.1 * jnp.tanh(y @ w), None),
+        (normal(2, 3), normal(16, 3, 3)),
+    )
     solver = lp_jax.MGRIT(iterations=1)
     exact, _ = jax.lax.scan(body, *operands)
     cold, _ = lp_jax.scan(body, *operands, solver=solver)
@@ -175,27 +196,48 @@ def prints(c, x):
     pair = jax.custom_jvp(lambda y, i: (0.1 * jnp.sin(y), i + 1))
     pair.defjvp(lambda p, t: (pair(*p), (0.1 * jnp.cos(p[0]) * t[0], t[1])))
     change, i = pair(c[0], c[1])
-    (y, *flags), _ = jax.lax.scan(lambda d, _: ((0.9 * d[0], d[2], d[1]), None), (c[0] + change * x, *c[2:]), length=3)
+    (y, *flags), _ = jax.lax.scan(
+        lambda d, _: ((0.9 * d[0], d[2], d[1]), None), (c[0] + change * x, *c[2:]), length=3
+    )
     return (y, jax.lax.cond(x > 1, lambda y, i: i + 1, lambda y, i: i, y, i), *flags), i
 
 
 DROP_IN = {
-    "a counter beside printing": (prints, (jnp.ones(()), jnp.int32(0), jnp.asarray(True), jnp.asarray(False)), XS),
+    "a counter beside printing": (
+        prints,
+        (jnp.ones(()), jnp.int32(0), jnp.asarray(True), jnp.asarray(False)),
+        XS,
+    ),
     "a Python number returned": (lambda c, x: (1.0, c * x), 0.5, XS),
     "no carry": (lambda c, x: (None, 2 * x), None, XS),
     "an empty carry": (lambda c, x: ((), 2 * x), (), XS),
     "a counter": (lambda c, x: (c + 1, x * c.astype(x.dtype)), jnp.int32(0), XS),
     "a flag": (lambda c, x: (~c, jnp.where(c, x, 0.0)), jnp.asarray(True), XS),
-    "a key": (lambda c, x: (jax.random.split(c)[0], jax.random.normal(c) + x), jax.random.key(0), XS),
-    "a counter beside numbers": (lambda c, x: ((c[0] + 1, c[1] * x), c), (jnp.int32(0), jnp.ones(2)), XS[:, None]),
-    "a counter that is an index": (lambda c, x: ((c[0] + 1, c[1].at[c[0]].add(x)), x), (ZERO, jnp.zeros(5)), XS),
+    "a key": (
+        lambda c, x: (jax.random.split(c)[0], jax.random.normal(c) + x),
+        jax.random.key(0),
+        XS,
+    ),
+    "a counter beside numbers": (
+        lambda c, x: ((c[0] + 1, c[1] * x), c),
+        (jnp.int32(0), jnp.ones(2)),
+        XS[:, None],
+    ),
+    "a counter that is an index": (
+        lambda c, x: ((c[0] + 1, c[1].at[c[0]].add(x)), x),
+        (ZERO, jnp.zeros(5)),
+        XS,
+    ),
     "a counter beside a linear system": (
         lambda c, x: ((c[0] + 1, jnp.linalg.solve(jnp.eye(3) * (2.0 + x), c[1])), x),
         (ZERO, jnp.ones(3)),
         XS,
     ),
     "a gradient in the body": (
-        lambda c, x: ((c[0] + 1, c[1] - 0.1 * jax.grad(lambda w: jnp.sum(jnp.sin(w[c[0]] * x)))(c[1])), x),
+        lambda c, x: (
+            (c[0] + 1, c[1] - 0.1 * jax.grad(lambda w: jnp.sum(jnp.sin(w[c[0]] * x)))(c[1])),
+            x,
+        ),
         (jnp.int32(0), jnp.ones(4)),
         XS,
     ),
@@ -207,7 +249,10 @@ DROP_IN = {
     ("name", "solver"),
     [
         *((name, lp_jax.Serial()) for name in DROP_IN),
-        ("an integer from the state", None),  # the default is serial here; another solver cannot know it
+        (
+            "an integer from the state",
+            None,
+        ),  # the default is serial here; another solver cannot know it
         ("a counter beside printing", lp_jax.Newton(iterations=4)),
         *(("a counter", solver) for solver in (None, lp_jax.Newton())),  # nothing to solve for
     ],
@@ -219,13 +264,16 @@ def test_carries(name, solver):
 
 
 @pytest.mark.parametrize(
-    "options", [{"unroll": 2}, {"unroll": True}, {"_split_transpose": True}, {"length": jnp.int32(4)}]
+    "options",
+    [{"unroll": 2}, {"unroll": True}, {"_split_transpose": True}, {"length": jnp.int32(4)}],
 )
 def test_arguments_of_lax_scan(options):
     body = lambda c, x: (c + jnp.sin(x), c)  # noqa: E731
     wanted = jax.lax.scan(body, 0.0, XS, **options)
     for solver in (lp_jax.Serial(), lp_jax.Picard(sweeps=4)):
-        np.testing.assert_allclose(lp_jax.scan(body, 0.0, XS, solver=solver, **options)[1], wanted[1], rtol=1e-14)
+        np.testing.assert_allclose(
+            lp_jax.scan(body, 0.0, XS, solver=solver, **options)[1], wanted[1], rtol=1e-14
+        )
     by_position = body, jnp.zeros(()), XS, None, True, 2, False
     np.testing.assert_array_equal(lp_jax.scan(*by_position)[1], jax.lax.scan(*by_position)[1])
 
@@ -267,11 +315,32 @@ NO_DT = r"=.* knows no dt: take coarse_step=Picard\(sweeps=1\)"
         (lambda y, w: (y + w, None), W[0], W, INJECTED, ValueError, f"solver{NO_DT}"),
         (lambda y, w: (y + w, None), W[0], W, MEANS, ValueError, f"adjoint_solver{NO_DT}"),
         (lambda y, w: y + w, W[0], W, {}, TypeError, "body output must be a pair"),
-        (lambda y, w: (y[None], w), W[0], W, {}, TypeError, r"The input carry y has type float64\[3\]"),
+        (
+            lambda y, w: (y[None], w),
+            W[0],
+            W,
+            {},
+            TypeError,
+            r"The input carry y has type float64\[3\]",
+        ),
         (lambda y, w: ((y, y), w), W[0], W, {}, TypeError, "must have the same pytree structure"),
-        (lambda y, w: (y, w), W[0], (W, W[:5]), {}, ValueError, "different leading axis sizes: 8, 5"),
+        (
+            lambda y, w: (y, w),
+            W[0],
+            (W, W[:5]),
+            {},
+            ValueError,
+            "different leading axis sizes: 8, 5",
+        ),
         (lambda y, w: (y, w), W[0], W, {"length": 7}, ValueError, "`length` argument of 7"),
-        (lambda y, w: (y, w), W[0], None, {"length": -1}, ValueError, "length must be at least 0; got -1"),
+        (
+            lambda y, w: (y, w),
+            W[0],
+            None,
+            {"length": -1},
+            ValueError,
+            "length must be at least 0; got -1",
+        ),
         (lambda y, w: (y, w), W[0], None, {}, ValueError, "`length` not provided"),
         (lambda y, w: (y, w), W[0], {"a": 1.0}, {}, ValueError, r"xs\['a'\] is a scalar"),
         (

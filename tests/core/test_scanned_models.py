@@ -31,7 +31,9 @@ X, KEYS = normal(0, 3, WIDTH), {"params": jax.random.key(0), "dropout": jax.rand
 
 def double(tree):
     """In double precision."""
-    return jax.tree.map(lambda x: x.astype(float) if getattr(x, "dtype", None) == jnp.float32 else x, tree)
+    return jax.tree.map(
+        lambda x: x.astype(float) if getattr(x, "dtype", None) == jnp.float32 else x, tree
+    )
 
 
 def total(tree):
@@ -42,7 +44,9 @@ class Block(nnx.Module):
     """The axes of a kernel have names, as for sharding by logical rules."""
 
     def __init__(self, rngs):
-        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"), eager_sharding=False)
+        init = nnx.with_partitioning(
+            nnx.initializers.lecun_normal(), ("embed", "mlp"), eager_sharding=False
+        )
         self.norm = nnx.LayerNorm(WIDTH, param_dtype=float, rngs=rngs)
         self.up = nnx.Linear(WIDTH, HIDDEN, param_dtype=float, kernel_init=init, rngs=rngs)
         self.down = nnx.Linear(HIDDEN, WIDTH, param_dtype=float, rngs=rngs)
@@ -124,7 +128,9 @@ class EquinoxModel(eqx.Module):
 
     def __call__(self, x):
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
-        return lax.scan(lambda x, layer: (x + 0.1 * eqx.combine(layer, static)(x), None), x, arrays)[0]
+        return lax.scan(
+            lambda x, layer: (x + 0.1 * eqx.combine(layer, static)(x), None), x, arrays
+        )[0]
 
 
 def equinox():
@@ -164,7 +170,10 @@ def test_state_in_any_argument_goes_on():
 
     results = []
     for f in (forward, nn.parallel(forward, solver=EXACT)):
-        tree, rngs = {"in": [nnx.split_rngs(splits=LAYERS)(nnx.vmap(Noisy))(nnx.Rngs(0))]}, nnx.Rngs(0)
+        tree, rngs = (
+            {"in": [nnx.split_rngs(splits=LAYERS)(nnx.vmap(Noisy))(nnx.Rngs(0))]},
+            nnx.Rngs(0),
+        )
         nnx.split_rngs(rngs, splits=LAYERS)
         outputs = [f(tree, rngs, X.astype("float32")) for _ in range(2)]
         results.append((outputs, nnx.to_pure_dict(nnx.state(tree, nnx.BatchStat))))
@@ -184,6 +193,10 @@ def test_modules_that_come_out_are_those_that_went_in():
 
 
 def test_a_layer_without_time_is_shown_the_way():
-    trunk = nn.LayerParallel(lambda rngs: nnx.Linear(4, 4, param_dtype=float, rngs=rngs), 8, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"Linear.__call__\(.*A layer without time .*lp_jax.nn.parallel"):
+    trunk = nn.LayerParallel(
+        lambda rngs: nnx.Linear(4, 4, param_dtype=float, rngs=rngs), 8, rngs=nnx.Rngs(0)
+    )
+    with pytest.raises(
+        TypeError, match=r"Linear.__call__\(.*A layer without time .*lp_jax.nn.parallel"
+    ):
         trunk(jnp.ones((2, 4)))

@@ -55,12 +55,17 @@ def test_the_numbers_and_places_are_those_of_the_arguments(name, placed, set_mes
     if placed == "everywhere":
         arguments = tuple(map(put(mesh), arguments))
     elif placed == "spread":
-        arguments = put(mesh, "layers")(params), put(mesh, "data" if "data" in mesh.axis_names else None)(Y0)
+        arguments = (
+            put(mesh, "layers")(params),
+            put(mesh, "data" if "data" in mesh.axis_names else None)(Y0),
+        )
     with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
         got = gradient(*arguments, mesh)
         assert relative_error(jax.tree.leaves(got), jax.tree.leaves(wanted)) < 1e-13
         if placed == "spread":
-            assert [jax.typeof(g).sharding.spec for g in got[1]] == [jax.typeof(x).sharding.spec for x in arguments]
+            assert [jax.typeof(g).sharding.spec for g in got[1]] == [
+                jax.typeof(x).sharding.spec for x in arguments
+            ]
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -72,14 +77,18 @@ def test_a_batch_over_the_axis_of_the_layers_is_refused(jit):
 
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match=r"y0 and shared.*sharded over the axis 'layers'.*another axis"),
+        pytest.raises(
+            ValueError, match=r"y0 and shared.*sharded over the axis 'layers'.*another axis"
+        ),
     ):
         (jax.jit(solve) if jit else solve)(put(mesh, "layers")(Y0))
 
 
 def test_what_a_step_closes_over_has_no_place_either():
     mesh = jax.make_mesh((4, 2), ("layers", "data"))
-    params = jnp.asarray(np.random.default_rng(1).normal(size=(13, 4, 4)))  # whichever test ran before
+    params = jnp.asarray(
+        np.random.default_rng(1).normal(size=(13, 4, 4))
+    )  # whichever test ran before
 
     def closing(scale, comm):
         def step(y, layer):
@@ -105,7 +114,10 @@ def test_outputs_have_a_place_and_the_pullback_takes_arrays_that_have_one():
 
     wanted, got = pulled(np.asarray(params), Y0, comm=None), pulled(params, y0, comm=mesh)
     assert relative_error(jax.tree.leaves(got), jax.tree.leaves(wanted)) < 1e-13
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"solve_vjp does not work inside jax.set_mesh"):
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"solve_vjp does not work inside jax.set_mesh"),
+    ):
         pulled(params, y0, comm=mesh)
     with jax.set_mesh(mesh):
         solution = lp_jax.solve(step, params, y0, comm=mesh, has_aux=True)
@@ -123,7 +135,9 @@ SOLVERS = {
     "secant": lp_jax.Secant(sweeps=4, at_once=3),
     "falls back": lp_jax.Picard(sweeps=1, rtol=1e-12, fallback=True),
     "cycles": lp_jax.MGRIT(),
-    "three levels": lp_jax.MGRIT(levels=3, coarsening=2, coarse_step=INJECT, storage="all", rtol=1e-6, iterations=9),
+    "three levels": lp_jax.MGRIT(
+        levels=3, coarsening=2, coarse_step=INJECT, storage="all", rtol=1e-6, iterations=9
+    ),
     "around": lp_jax.MGRIT(coarse_step=lp_jax.Picard(sweeps=2, around="trajectory")),
     "identity": lp_jax.MGRIT(coarse_step=lp_jax.Identity(), at_once=1),
     "Newton": lp_jax.Newton(batch_axes=1, iterations=3, relaxations=2),
@@ -145,10 +159,15 @@ def test_a_batch_over_two_devices(name):
 
     def solve(weights, shared, y):
         def step(y, layer):
-            return y + layer.dt * jnp.tanh(y @ layer.params + layer.shared + scale), (jnp.sum(y**2), y)
+            return y + layer.dt * jnp.tanh(y @ layer.params + layer.shared + scale), (
+                jnp.sum(y**2),
+                y,
+            )
 
         scale = 0.1 * jnp.mean(shared)
-        solution = lp_jax.solve(step, weights, y, shared=shared[None], t1=2.0, solver=SOLVERS[name], has_aux=True)
+        solution = lp_jax.solve(
+            step, weights, y, shared=shared[None], t1=2.0, solver=SOLVERS[name], has_aux=True
+        )
         return solution.y1, *solution.aux
 
     out_specs = SPREAD, EVERYWHERE, PartitionSpec(None, "data")
@@ -162,14 +181,25 @@ def test_a_batch_over_two_devices(name):
         y1, sums, states = of(weights, shared, y)
         return jnp.sum(jnp.sin(y1)) + 1e-2 * jnp.sum(sums) + 1e-2 * jnp.sum(states)
 
-    whole, half = (jax.jit(jax.value_and_grad(functools.partial(loss, of), (0, 1, 2))) for of in (shared_out, solve))
+    whole, half = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, of), (0, 1, 2)))
+        for of in (shared_out, solve)
+    )
     explicit = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     with jax.set_mesh(explicit):
         places = [NamedSharding(explicit, spec) for spec in SPECS]
-        halves = [half(*map(jax.device_put, (WEIGHTS, SHARED, part), places)) for part in (Y[:2], Y[2:])]
-    assert all(jax.typeof(gradient[2]).sharding.spec == PartitionSpec("data", None) for _, gradient in halves)
+        halves = [
+            half(*map(jax.device_put, (WEIGHTS, SHARED, part), places)) for part in (Y[:2], Y[2:])
+        ]
+    assert all(
+        jax.typeof(gradient[2]).sharding.spec == PartitionSpec("data", None)
+        for _, gradient in halves
+    )
     (value, first), (more, second) = jax.device_get(halves)
-    wanted = value + more, (first[0] + second[0], first[1] + second[1], np.concatenate([first[2], second[2]]))
+    wanted = (
+        value + more,
+        (first[0] + second[0], first[1] + second[1], np.concatenate([first[2], second[2]])),
+    )
     assert relative_error(whole(WEIGHTS, SHARED, Y), wanted) < 1e-13
 
 
@@ -186,7 +216,9 @@ def test_a_pullback_over_two_devices(name):
         gradients, _ = pullback(jnp.ones(y.shape), 1e-2 * jnp.ones(14))
         return gradients.params, gradients.shared, gradients.y0
 
-    got = jax.jit(jax.shard_map(pulled, mesh=TWO, in_specs=SPECS, out_specs=SPECS))(WEIGHTS, SHARED, Y)
+    got = jax.jit(jax.shard_map(pulled, mesh=TWO, in_specs=SPECS, out_specs=SPECS))(
+        WEIGHTS, SHARED, Y
+    )
     half = jax.jit(pulled)
     weights, shared, y = zip(*(half(WEIGHTS, SHARED, part) for part in (Y[:2], Y[2:])), strict=True)
     assert relative_error(got, (sum(weights), sum(shared), jnp.concatenate(y))) < 1e-13
@@ -194,16 +226,28 @@ def test_a_pullback_over_two_devices(name):
 
 def test_layers_may_be_spread_over_another_axis():
     """The copies' gradients, each of its half of the examples; with the check of `jax.shard_map` it is refused in words."""
-    devices = jax.make_mesh((2, 2), ("layers", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    devices = jax.make_mesh(
+        (2, 2), ("layers", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
 
     def gradient(weights, y, comm=None):
         step = lambda y, at: y + at.dt * jnp.tanh(y @ at.params)  # noqa: E731
-        solvers = {"solver": lp_jax.MGRIT(coarsening=2, iterations=2), "adjoint_solver": lp_jax.Picard(sweeps=3)}
-        return jax.grad(lambda w: jnp.mean(lp_jax.solve(step, w, y, comm=comm, **solvers).y1 ** 2))(weights)
+        solvers = {
+            "solver": lp_jax.MGRIT(coarsening=2, iterations=2),
+            "adjoint_solver": lp_jax.Picard(sweeps=3),
+        }
+        return jax.grad(lambda w: jnp.mean(lp_jax.solve(step, w, y, comm=comm, **solvers).y1 ** 2))(
+            weights
+        )
 
     def copies(check):
         share = lambda weights, y: gradient(weights, y, devices)[None]  # noqa: E731
-        given = {"in_specs": SPECS[1:], "out_specs": SPREAD, "axis_names": {"data"}, "check_vma": check}
+        given = {
+            "in_specs": SPECS[1:],
+            "out_specs": SPREAD,
+            "axis_names": {"data"},
+            "check_vma": check,
+        }
         return jax.jit(jax.shard_map(share, mesh=devices, **given))
 
     half = len(Y) // 2

@@ -72,7 +72,10 @@ def test_adjoint_iterates(storage, iterations):
         for n in reversed(range(N)):
             delta = delta @ mean_jacobians(entries)[n] + residuals[n]
             lam[n] = lam[n] + delta
-    solvers = {"solver": lp_jax.Picard(sweeps=N, storage=storage), "adjoint_solver": shared(iterations)}
+    solvers = {
+        "solver": lp_jax.Picard(sweeps=N, storage=storage),
+        "adjoint_solver": shared(iterations),
+    }
     _, pullback = lp_jax.solve_vjp(step, None, y0, shared=(w, b), data=x, **solvers)
     gradients, _ = pullback(cotangent)
     np.testing.assert_allclose(gradients.adjoint_trajectory, lam, rtol=1e-11, atol=1e-12)
@@ -81,7 +84,9 @@ def test_adjoint_iterates(storage, iterations):
 
 def test_a_recurrent_network_needs_fewer_iterations_than_layers():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 200, recurrent.FEATURES)))
-    exact, got = (jax.jit(recurrent.make(False, solver=s))(x) for s in (lp_jax.Serial(), shared(14)))
+    exact, got = (
+        jax.jit(recurrent.make(False, solver=s))(x) for s in (lp_jax.Serial(), shared(14))
+    )
     assert relative_error(got, exact) < 1e-6
 
 
@@ -93,12 +98,18 @@ def test_a_jacobian_that_overflows_is_left_out():
 
     y0, params = jnp.array([[1.0], [-1.0]]), jnp.ones(6)
     got = lp_jax.solve(body, params, y0, solver=shared(6)).y1
-    np.testing.assert_allclose(got, lp_jax.solve(body, params, y0, solver=lp_jax.Serial()).y1, rtol=1e-14)
+    np.testing.assert_allclose(
+        got, lp_jax.solve(body, params, y0, solver=lp_jax.Serial()).y1, rtol=1e-14
+    )
 
 
 def test_leaves_must_agree_in_their_examples():
-    with pytest.raises(ValueError, match=r"batch_axes=1\) needs leaves that agree in their first 1 axes"):
-        lp_jax.solve(lambda y, layer: y, jnp.ones(6), (jnp.ones(()), jnp.ones((3, 2))), solver=shared(2))
+    with pytest.raises(
+        ValueError, match=r"batch_axes=1\) needs leaves that agree in their first 1 axes"
+    ):
+        lp_jax.solve(
+            lambda y, layer: y, jnp.ones(6), (jnp.ones(()), jnp.ones((3, 2))), solver=shared(2)
+        )
 
 
 # --- the Jacobian of another step ------------------------------------------------------------------------------------
@@ -149,11 +160,15 @@ def test_another_body_of_a_scan(jacobian):
             solver = lp_jax.Serial()
             if jacobian_of is not None:
                 other = body(weights, jacobian_of)
-                solver = lp_jax.Newton(jacobian=jacobian, iterations=N, batch_axes=1, jacobian_of=other)
+                solver = lp_jax.Newton(
+                    jacobian=jacobian, iterations=N, batch_axes=1, jacobian_of=other
+                )
             init = jnp.int32(0), jnp.ones((BATCH, WIDTH))
             return jnp.sum(lp_jax.scan(body(weights, stop), init, xs, solver=solver)[1] ** 2)
 
-        return jax.jit(jax.grad(loss, argnums=(0, 1)))(jnp.asarray(inputs()), tuple(map(jnp.asarray, weights())))
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(
+            jnp.asarray(inputs()), tuple(map(jnp.asarray, weights()))
+        )
 
     exact = gradient(lambda x: x)
     assert relative_error(gradient(lambda x: x, jax.lax.stop_gradient), exact) < 1e-12

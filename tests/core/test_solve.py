@@ -36,13 +36,18 @@ def test_numbers_do_not_retrace():
 
     @jax.jit
     def gradient(params, y0, t1, solver):
-        return jax.grad(lambda p: jnp.sum(lp_jax.solve(step, p, y0, t1=t1, solver=solver).y1 ** 2))(params)
+        return jax.grad(lambda p: jnp.sum(lp_jax.solve(step, p, y0, t1=t1, solver=solver).y1 ** 2))(
+            params
+        )
 
     solver = lp_jax.MGRIT(coarsening=4, iterations=5, rtol=1e-3, c_weight=1.0, coarse_step=INJECT)
     gradient.trace(PARAMS, Y0, 1.0, solver)
     traced = step.count
     assert traced > 0
-    for other in (dataclasses.replace(solver, rtol=1e-9), dataclasses.replace(solver, c_weight=0.9)):
+    for other in (
+        dataclasses.replace(solver, rtol=1e-9),
+        dataclasses.replace(solver, c_weight=0.9),
+    ):
         gradient.trace(jax.tree.map(lambda x: 2 * x, PARAMS), -Y0, 3.0, other)
     assert step.count == traced
     gradient.trace(PARAMS, Y0, 1.0, dataclasses.replace(solver, iterations=4))
@@ -59,7 +64,9 @@ def test_eager_calls_compile_once():
     lp_jax.solve(step, jax.tree.map(lambda x: x + 1, PARAMS), 2 * Y0, solver=solver)
     assert step.count <= 2 < first  # once per level, for the checks
     Unhashable = type("Unhashable", (Traces,), {"__hash__": None})
-    found, wanted = (lp_jax.solve(each, PARAMS, Y0, solver=solver).y1 for each in (Unhashable(), step))
+    found, wanted = (
+        lp_jax.solve(each, PARAMS, Y0, solver=solver).y1 for each in (Unhashable(), step)
+    )
     np.testing.assert_array_equal(found, wanted)  # compiles every time
 
 
@@ -68,19 +75,28 @@ def test_tolerances_stop_the_loop():
     history = lp_jax.solve(dense_step, PARAMS, Y0, solver=cycles).stats.residual_norms
     assert history[0] == -1
     for k in (3, 5):
-        for tolerance in ({"atol": float(history[k - 1])}, {"rtol": float(history[k - 1] / history[1])}):
+        for tolerance in (
+            {"atol": float(history[k - 1])},
+            {"rtol": float(history[k - 1] / history[1])},
+        ):
             tolerance = {name: value * (1 + 1e-9) for name, value in tolerance.items()}
-            stats = lp_jax.solve(dense_step, PARAMS, Y0, solver=dataclasses.replace(cycles, **tolerance)).stats
+            stats = lp_jax.solve(
+                dense_step, PARAMS, Y0, solver=dataclasses.replace(cycles, **tolerance)
+            ).stats
             assert int(stats.iterations) == k
             np.testing.assert_allclose(stats.residual_norms[:k], history[:k], rtol=1e-12)
             assert (stats.residual_norms[k:] == -1).all()
 
 
-@pytest.mark.parametrize("solver", [lp_jax.MGRIT(iterations=3, relaxation="FCF"), lp_jax.Newton(batch_axes=1)])
+@pytest.mark.parametrize(
+    "solver", [lp_jax.MGRIT(iterations=3, relaxation="FCF"), lp_jax.Newton(batch_axes=1)]
+)
 def test_a_tolerance_below_zero_is_met_by_no_residual_not_even_zero(solver):
     """Calibration counts on it: layers that forget their state leave none after the first sweep."""
     solver = dataclasses.replace(solver, atol=-1.0)
-    solution = lp_jax.solve(lambda y, layer: jnp.broadcast_to(layer.params[1], y.shape), PARAMS, Y0, solver=solver)
+    solution = lp_jax.solve(
+        lambda y, layer: jnp.broadcast_to(layer.params[1], y.shape), PARAMS, Y0, solver=solver
+    )
     assert solution.stats.residual_norms[solver.iterations - 1] == 0
     assert int(solution.stats.iterations) == solver.iterations > 1
 
@@ -90,7 +106,9 @@ def test_layer_fields():
     seen = {}
 
     def step(y, layer):
-        note = lambda i, t, dt: seen.setdefault(layer.level, set()).add((int(i), float(t), float(dt)))  # noqa: E731
+        note = lambda i, t, dt: seen.setdefault(layer.level, set()).add(  # noqa: E731
+            (int(i), float(t), float(dt))
+        )
         jax.debug.callback(note, layer.index, layer.t, layer.dt)
         return y + 0 * layer.params
 
@@ -141,7 +159,9 @@ CALLS = {
     "argument 'sweeps'. Did you mean iterations": lambda w, y: lp_jax.Newton(sweeps=3),
     "Name it: sweeps=4": lambda w, y: lp_jax.Picard(4),
     "Name it: solver=MGRIT": lambda w, y: lp_jax.solve(plain, w, y, lp_jax.MGRIT()),
-    "argument 'sovler'. Did you mean solver": lambda w, y: lp_jax.solve(plain, w, y, sovler=lp_jax.MGRIT()),
+    "argument 'sovler'. Did you mean solver": lambda w, y: lp_jax.solve(
+        plain, w, y, sovler=lp_jax.MGRIT()
+    ),
     "argument 'T'. Did you mean t1": lambda w, y: lp_jax.solve(plain, w, y, T=2.0),
     "argument 'lenght'. Did you mean length": lambda w, y: lp_jax.scan(plain, y, w, lenght=8),
     "Problem has no argument 'times'": lambda w, y: lp_jax.solve_vjp(plain, w, y, times=2),
@@ -193,13 +213,18 @@ def test_interpolation_meets_a_line(count):
 
 @pytest.mark.parametrize(
     ("solver", "count"),
-    [(lp_jax.Picard(sweeps=30, rtol=1e-9), 48), (lp_jax.MGRIT(coarsening=4, iterations=20, rtol=1e-9), 12)],
+    [
+        (lp_jax.Picard(sweeps=30, rtol=1e-9), 48),
+        (lp_jax.MGRIT(coarsening=4, iterations=20, rtol=1e-9), 12),
+    ],
 )
 def test_a_guess_from_fewer_layers_saves_iterations(solver, count):
     """And no other tolerance is needed where the guess is exact: what rounding leaves is done."""
 
     def problem(layers):
-        return lp_jax.Problem(lambda y, x: y + x.dt * jnp.sin(3 * y), None, jnp.ones(4), data=jnp.zeros(layers))
+        return lp_jax.Problem(
+            lambda y, x: y + x.dt * jnp.sin(3 * y), None, jnp.ones(4), data=jnp.zeros(layers)
+        )
 
     coarse = problem(24).solve(solver=lp_jax.Picard(sweeps=30, rtol=1e-12))
     cold = problem(48).solve(solver=solver)

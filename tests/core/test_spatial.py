@@ -55,7 +55,9 @@ LAYERS = 8
 
 def convolve(y, layer):
     dims = y.ndim - 2
-    out = jax.lax.conv_general_dilated(y, layer.params, (1,) * dims, "SAME", dimension_numbers=NUMBERS[dims])
+    out = jax.lax.conv_general_dilated(
+        y, layer.params, (1,) * dims, "SAME", dimension_numbers=NUMBERS[dims]
+    )
     return y + layer.dt * jnp.tanh(out)
 
 
@@ -67,7 +69,13 @@ def problem(dims):
 
 def make(dims, **fields):
     """Four intervals, one of which becomes exact in each cycle."""
-    settings = {"levels": 3, "coarsening": 2, "iterations": 5, "relaxation": "FCF", "coarse_step": INJECT}
+    settings = {
+        "levels": 3,
+        "coarsening": 2,
+        "iterations": 5,
+        "relaxation": "FCF",
+        "coarse_step": INJECT,
+    }
     return lp_jax.MGRIT(**(settings | {"spatial": pair(dims)} | fields))
 
 
@@ -77,13 +85,17 @@ def loss(target, y):
 
 def gradient(params, y0, target, solver, comm=None):
     to_target = functools.partial(loss, target)
-    return solved_loss_and_gradient(convolve, params, y0, to_target, t1=4.0, solver=solver, comm=comm)
+    return solved_loss_and_gradient(
+        convolve, params, y0, to_target, t1=4.0, solver=solver, comm=comm
+    )
 
 
 @functools.cache
 def serial_of(dims):
     params, y0, target = problem(dims)
-    value, (*gradient, _) = serial_loss_and_gradient(convolve, params, y0, functools.partial(loss, target), t1=4.0)
+    value, (*gradient, _) = serial_loss_and_gradient(
+        convolve, params, y0, functools.partial(loss, target), t1=4.0
+    )
     return value, tuple(gradient)
 
 
@@ -98,11 +110,18 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(("dims", "variant"), [(1, name) for name in VARIANTS] + [(2, "V"), (3, "V")])
+@pytest.mark.parametrize(
+    ("dims", "variant"), [(1, name) for name in VARIANTS] + [(2, "V"), (3, "V")]
+)
 def test_the_gradient_is_the_serial_one(dims, variant):
     fields = dict(VARIANTS[variant])
     halve, levels, workers = pair(dims), 2 if dims == 3 else 3, fields.pop("workers", 1)
-    solver = make(dims, levels=levels, spatial=(None, halve) if fields.pop("below", False) else halve, **fields)
+    solver = make(
+        dims,
+        levels=levels,
+        spatial=(None, halve) if fields.pop("below", False) else halve,
+        **fields,
+    )
     (value, got), (wanted, exact) = gradient(*problem(dims), solver, mesh(workers)), serial_of(dims)
     assert abs(value - wanted) < 1e-12 * wanted
     assert relative_error(got, exact) < 1e-10
@@ -113,8 +132,16 @@ def test_f_relaxation_alone_does_not_converge(n=7):
     y0 = jnp.asarray(np.random.default_rng(3).normal(size=(1, n, 1)))
 
     def norms(relaxation, halve):
-        fields = {"levels": 2, "coarsening": 4, "min_coarse": 1, "start": "guess", "relaxation": relaxation}
-        solver = make(1, spatial=halve, coarse_step=lp_jax.Rediscretize(lambda p: p), **fields)  # of no parameters
+        fields = {
+            "levels": 2,
+            "coarsening": 4,
+            "min_coarse": 1,
+            "start": "guess",
+            "relaxation": relaxation,
+        }
+        solver = make(
+            1, spatial=halve, coarse_step=lp_jax.Rediscretize(lambda p: p), **fields
+        )  # of no parameters
         decay = lambda y, layer: (1 - layer.dt) * y  # noqa: E731
         solution = lp_jax.solve(decay, None, y0, data=jnp.zeros(4), solver=solver, guess="zeros")
         return np.asarray(solution.stats.residual_norms)
@@ -141,7 +168,9 @@ def test_coarse_convolutions_run_on_a_share_of_the_points():
             return convolve(y, layer)
 
         solver = make(2, levels=3, iterations=2, spatial=halve)
-        jax.eval_shape(lambda y: lp_jax.solve(step, problem(2)[0], y, solver=solver).y1, jnp.ones((1, 9, 5, 2)))
+        jax.eval_shape(
+            lambda y: lp_jax.solve(step, problem(2)[0], y, solver=solver).y1, jnp.ones((1, 9, 5, 2))
+        )
         return found
 
     assert points(None) == {level: {(9, 5)} for level in range(3)}

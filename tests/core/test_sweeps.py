@@ -23,12 +23,17 @@ N, D, BATCH = 50, 4, 3
 @pytest.mark.parametrize("comm", [None, mesh(4)], ids=["one device", "four"])
 def test_the_last_sweep_tells_whether_the_tolerance_is_met(comm):
     """Forward and adjoint; the serial states where it is not met and ``fallback`` is set."""
-    problem = lp_jax.Problem(dense_step, dense_params(52, 4, scale=3.0), dense_state(2, 4), t1=4.0, comm=comm)
+    problem = lp_jax.Problem(
+        dense_step, dense_params(52, 4, scale=3.0), dense_state(2, 4), t1=4.0, comm=comm
+    )
     exact = problem.replace(comm=None).solve(solver=lp_jax.Serial()).y1
 
     @jax.jit
     def results(rtol, atol):
-        solvers = (lp_jax.Windowed(sweeps=9, windows=4, rtol=rtol, atol=atol, fallback=kept) for kept in (False, True))
+        solvers = (
+            lp_jax.Windowed(sweeps=9, windows=4, rtol=rtol, atol=atol, fallback=kept)
+            for kept in (False, True)
+        )
         (free, pull), (kept, _) = (problem.solve_vjp(solver=solver) for solver in solvers)
         return free, kept, pull(jnp.ones_like(free.y1))[1].result
 
@@ -37,7 +42,11 @@ def test_the_last_sweep_tells_whether_the_tolerance_is_met(comm):
     assert int(free.stats.iterations) == 9
     assert distance(free.y1, exact) < 1e-5
     free, kept, adjoint = results(0.0, 1e-30)
-    assert (int(free.result), int(kept.result), int(adjoint)) == (NOT_CONVERGED, FELL_BACK, NOT_CONVERGED)
+    assert (int(free.result), int(kept.result), int(adjoint)) == (
+        NOT_CONVERGED,
+        FELL_BACK,
+        NOT_CONVERGED,
+    )
     np.testing.assert_allclose(kept.y1, exact, rtol=1e-13)
 
 
@@ -62,7 +71,10 @@ def solved(problem, solver, comm=None):
 def decaying(layers=N, t1=8.0):
     """Layers that contract, each with weights of its own."""
     rng = np.random.default_rng(1)
-    params = jnp.asarray(rng.normal(size=(layers, D, D)) / 4), jnp.asarray(rng.normal(size=(layers, D)))
+    params = (
+        jnp.asarray(rng.normal(size=(layers, D, D)) / 4),
+        jnp.asarray(rng.normal(size=(layers, D))),
+    )
     return lp_jax.Problem(contracting, params, jnp.asarray(rng.normal(size=(BATCH, D))), t1=t1)
 
 
@@ -87,13 +99,20 @@ def test_iterates_are_those_of_the_formulas():
     """Forward and adjoint; some layers at once and a batch of solves give the same numbers."""
     problem, solver, h = decaying(), lp_jax.Secant(sweeps=6), 8.0 / N
     w, b = (np.asarray(x) for x in problem.params)
-    states, slope = by_hand(lambda n, y: y + h * (np.tanh(y @ w[n] + b[n]) - y), np.asarray(problem.y0), N, 6)
+    states, slope = by_hand(
+        lambda n, y: y + h * (np.tanh(y @ w[n] + b[n]) - y), np.asarray(problem.y0), N, 6
+    )
     assert -1 <= slope < -0.05
     solution, gradients, _ = solved(problem, solver)
     np.testing.assert_allclose(solution.trajectory, states[1:], rtol=1e-12, atol=1e-13)
     # the adjoint is linearised at the states that entered the layers, and swept the same way
     jacobians = [1 - np.tanh(states[n] @ w[n] + b[n]) ** 2 for n in reversed(range(N))]
-    lams, _ = by_hand(lambda n, lam: lam + h * ((lam * jacobians[n]) @ w[N - 1 - n].T - lam), np.cos(states[-1]), N, 6)
+    lams, _ = by_hand(
+        lambda n, lam: lam + h * ((lam * jacobians[n]) @ w[N - 1 - n].T - lam),
+        np.cos(states[-1]),
+        N,
+        6,
+    )
     np.testing.assert_allclose(gradients.y0, lams[-1], rtol=1e-11, atol=1e-13)
 
     some, others, _ = solved(problem, lp_jax.Secant(sweeps=6, at_once=7))
@@ -111,13 +130,18 @@ def test_a_chain_that_contracts_takes_few_sweeps():
     assert int(solution.result) == int(stats.result) == 0
     assert int(solution.stats.iterations) <= most
     assert max(distance(solution.y1, exact.y1), distance(gradients.params, gradient.params)) < 1e-4
-    assert int(problem.solve(solver=lp_jax.Picard(sweeps=60, rtol=1e-3)).stats.iterations) > 7 * most
+    assert (
+        int(problem.solve(solver=lp_jax.Picard(sweeps=60, rtol=1e-3)).stats.iterations) > 7 * most
+    )
 
 
 def test_the_law_of_plain_sweeps_does_not_end_secant_sweeps():
     """Their errors fall late; by the law of plain sweeps the first ones would foretell a miss, and serial propagation."""
     rng = np.random.default_rng(0)
-    inputs, w = jnp.asarray(rng.normal(size=(64, 2, 4))), jnp.asarray(0.35 * rng.normal(size=(4, 4)))
+    inputs, w = (
+        jnp.asarray(rng.normal(size=(64, 2, 4))),
+        jnp.asarray(0.35 * rng.normal(size=(4, 4))),
+    )
     step = lambda y, layer: jnp.tanh(layer.data + y @ layer.shared)  # noqa: E731
     problem = lp_jax.Problem(step, None, jnp.zeros((2, 4)), shared=w, data=inputs)
     stats = problem.solve(solver=lp_jax.Secant(sweeps=32, rtol=1e-3, fallback=True)).stats
@@ -126,7 +150,10 @@ def test_the_law_of_plain_sweeps_does_not_end_secant_sweeps():
 
 def test_a_chain_that_does_not_contract_takes_as_many_sweeps_as_before():
     rng = np.random.default_rng(0)
-    params, y0 = jnp.asarray(rng.normal(size=(64, D, D)) / 2), jnp.asarray(rng.normal(size=(BATCH, D)))
+    params, y0 = (
+        jnp.asarray(rng.normal(size=(64, D, D)) / 2),
+        jnp.asarray(rng.normal(size=(BATCH, D))),
+    )
     problem = lp_jax.Problem(layer, params, y0, t1=2.0)
     solvers = (kind(sweeps=40, rtol=1e-8) for kind in (lp_jax.Picard, lp_jax.Secant))
     plain, secant = (int(problem.solve(solver=solver).stats.iterations) for solver in solvers)

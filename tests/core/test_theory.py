@@ -36,7 +36,9 @@ def test_finite_termination(relaxation, exact_per_cycle):
     params, y0 = dense_params(n, 4, scale=2.0), dense_state(2, 4)
     solver = lp_jax.MGRIT(coarsening=m, relaxation=relaxation, coarse_step=INJECT, start="guess")
     levels = levels_of(solver, dense_step, params, y0, t1)
-    _, states = jax.lax.scan(lambda y, p: (y + t1 / n * jnp.tanh(y @ p[0] + p[1][None]),) * 2, y0, params)
+    _, states = jax.lax.scan(
+        lambda y, p: (y + t1 / n * jnp.tanh(y @ p[0] + p[1][None]),) * 2, y0, params
+    )
     exact = states[m - 1 :: m]
     u, once = jnp.zeros_like(exact), jax.jit(lambda u: solver.improve(levels, u)[0])
     for k in range(1, math.ceil(n / m / exact_per_cycle) + 1):
@@ -51,7 +53,12 @@ def test_finite_termination(relaxation, exact_per_cycle):
     "adjoint, enough",
     [
         (lambda k: lp_jax.Picard(sweeps=k), 12),
-        (lambda k: lp_jax.MGRIT(coarsening=3, relaxation="F", coarse_step=INJECT, start="guess", iterations=k), 3),
+        (
+            lambda k: lp_jax.MGRIT(
+                coarsening=3, relaxation="F", coarse_step=INJECT, start="guess", iterations=k
+            ),
+            3,
+        ),
     ],
     ids=["sweeps", "cycles"],
 )
@@ -71,7 +78,9 @@ def test_finite_termination_of_the_adjoint_with_sources(adjoint, enough):
 
     gradient = jax.jit(jax.grad(value, argnums=(0, 1)), static_argnums=2)
     _, (*exact, _) = serial_loss_and_gradient(step, *arguments, loss, t1=t1, has_aux=True)
-    few, all_of_them = (relative_error(gradient(*arguments, adjoint(k)), exact) for k in (enough - 1, enough))
+    few, all_of_them = (
+        relative_error(gradient(*arguments, adjoint(k)), exact) for k in (enough - 1, enough)
+    )
     assert all_of_them < 1e-14 and few > 1e-11
 
 
@@ -85,8 +94,12 @@ def test_finite_termination_of_the_adjoint_with_sources(adjoint, enough):
     ],
 )
 def test_exact_coarse_steps_converge_in_one_cycle(coarse_step, skip):
-    solver = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=coarse_step, start="cascade" if skip else "guess")
-    assert_serial(dense_step, dense_params(30, 4), dense_state(2, 4), lambda y: jnp.sum(y**2), solver, t1=4.0)
+    solver = lp_jax.MGRIT(
+        coarsening=4, iterations=1, coarse_step=coarse_step, start="cascade" if skip else "guess"
+    )
+    assert_serial(
+        dense_step, dense_params(30, 4), dense_state(2, 4), lambda y: jnp.sum(y**2), solver, t1=4.0
+    )
 
 
 # -------------------------------------------------------------------------------------------------- convergence theory
@@ -140,15 +153,21 @@ def transposed(levels, states):
     from lp_jax._programs._adjoint import transpose, transpose_coarse
 
     zero = jnp.zeros(())
-    return transpose(levels[0], states, zero), *transpose_coarse(levels, lambda span: states[::span], zero)
+    return transpose(levels[0], states, zero), *transpose_coarse(
+        levels, lambda span: states[::span], zero
+    )
 
 
 def test_picard_is_the_truncated_binomial():
     """Sweep s on u[n+1] = (1 + z) u[n] from the constant gives sum over j <= s of C(n, j) z^j, exactly."""
     n, z = 24, 0.3
     for sweeps in (1, 5, n):
-        y1 = lp_jax.solve(linear_step, jnp.full(n, z * n), jnp.ones(()), solver=lp_jax.Picard(sweeps=sweeps)).y1
-        np.testing.assert_allclose(y1, sum(math.comb(n, j) * z**j for j in range(sweeps + 1)), rtol=1e-13)
+        y1 = lp_jax.solve(
+            linear_step, jnp.full(n, z * n), jnp.ones(()), solver=lp_jax.Picard(sweeps=sweeps)
+        ).y1
+        np.testing.assert_allclose(
+            y1, sum(math.comb(n, j) * z**j for j in range(sweeps + 1)), rtol=1e-13
+        )
 
 
 def smooth_params(n, width=4):
@@ -168,12 +187,16 @@ def solved_both_ways(params, solver):
 
 
 @pytest.mark.parametrize(
-    "coarse_step, deep", [(INJECT, (1024, 4)), (lp_jax.Picard(sweeps=1), (256, 3))], ids=["inject", "sweep"]
+    "coarse_step, deep",
+    [(INJECT, (1024, 4)), (lp_jax.Picard(sweeps=1), (256, 3))],
+    ids=["inject", "sweep"],
 )
 def test_iterations_do_not_grow_with_depth(coarse_step, deep):
     counts = []
     for n, levels in ((64, 2), deep):  # the same 16 coarsest steps for both
-        solver = lp_jax.MGRIT(levels=levels, coarsening=4, iterations=30, rtol=1e-8, coarse_step=coarse_step)
+        solver = lp_jax.MGRIT(
+            levels=levels, coarsening=4, iterations=30, rtol=1e-8, coarse_step=coarse_step
+        )
         result, *iterations = solved_both_ways(smooth_params(n), solver)
         assert int(result) == 0
         counts.append(tuple(map(int, iterations)))
@@ -185,14 +208,18 @@ def test_iterations_do_not_grow_with_depth(coarse_step, deep):
 # ---------------------------------------------------------------------------------------------- sweeps in windows
 
 
-@pytest.mark.parametrize("n, adjoint, sweeps", [(32, False, 3), (32, True, 1), (29, False, 1), (29, True, 3)])
+@pytest.mark.parametrize(
+    "n, adjoint, sweeps", [(32, False, 3), (32, True, 1), (29, False, 1), (29, True, 3)]
+)
 def test_picard_in_windows(n, adjoint, sweeps):
     """Sweeps over one window after the other, then one over all layers, by a loop over numbers."""
     windows, t1 = 4, 5.0
     span, h = math.ceil(n / windows), t1 / n
     a = np.random.default_rng(0).normal(size=n)
     chain = a[::-1] if adjoint else a
-    if adjoint:  # windows are counted from the first layer: in a reversed chain the short one comes first
+    if (
+        adjoint
+    ):  # windows are counted from the first layer: in a reversed chain the short one comes first
         edges = [0, *range(n - span * (windows - 1), n + 1, span)]
     else:
         edges = [*range(0, n, span), n]
@@ -211,20 +238,37 @@ def test_picard_in_windows(n, adjoint, sweeps):
     arguments = jnp.asarray(a), jnp.ones(())
     if adjoint:
         exact = lp_jax.Serial()
-        _, pull = lp_jax.solve_vjp(linear_step, *arguments, t1=t1, solver=exact, adjoint_solver=solver)
+        _, pull = lp_jax.solve_vjp(
+            linear_step, *arguments, t1=t1, solver=exact, adjoint_solver=solver
+        )
         got = pull(jnp.ones(()))[0].y0
     else:
         solution = lp_jax.solve(linear_step, *arguments, t1=t1, solver=solver)
         got = solution.y1
-        assert (solution.stats.residual_norms[:-1] == -1).all() and solution.stats.residual_norms[-1] > 0
+        assert (solution.stats.residual_norms[:-1] == -1).all() and solution.stats.residual_norms[
+            -1
+        ] > 0
     np.testing.assert_allclose(got, wanted, rtol=1e-13)
 
 
 @pytest.mark.parametrize(
     ("n", "reverse", "factor"),
     [
-        *((n, back, 1.0) for n, back in [(0, False), (1, True), (5, False), (9, True), (37, False), (128, True)]),
-        *((n, back, 0.9) for n, back in [(0, False), (7, True), (16, False), (71, True), (512, False), (513, True)]),
+        *(
+            (n, back, 1.0)
+            for n, back in [(0, False), (1, True), (5, False), (9, True), (37, False), (128, True)]
+        ),
+        *(
+            (n, back, 0.9)
+            for n, back in [
+                (0, False),
+                (7, True),
+                (16, False),
+                (71, True),
+                (512, False),
+                (513, True),
+            ]
+        ),
     ],
 )
 def test_prefix_sums(n, reverse, factor):

@@ -50,7 +50,9 @@ def exact(what):
 
 def scanned(f, params):
     """Of two solves."""
-    total, _ = jax.lax.scan(lambda total, x: (total + f(x), None), jnp.zeros(()), jnp.stack([params, DIRECTION]))
+    total, _ = jax.lax.scan(
+        lambda total, x: (total + f(x), None), jnp.zeros(()), jnp.stack([params, DIRECTION])
+    )
     return total
 
 
@@ -67,9 +69,14 @@ def compiled_and_exported(f, params):
 CELLS = {
     "jit, AOT, export": (compiled_and_exported, "gradient"),
     "grad of jit": (lambda f, p: jax.grad(jax.jit(f))(p), "gradient"),
-    "vmap of grad": (lambda f, p: jax.jit(jax.vmap(jax.grad(f)))(jnp.stack([DIRECTION, p]))[1], "gradient"),
+    "vmap of grad": (
+        lambda f, p: jax.jit(jax.vmap(jax.grad(f)))(jnp.stack([DIRECTION, p]))[1],
+        "gradient",
+    ),
     "grad of vmap": (
-        lambda f, p: jax.jit(jax.grad(lambda q: jax.vmap(f)(q).sum()))(jnp.stack([DIRECTION, p]))[1],
+        lambda f, p: jax.jit(jax.grad(lambda q: jax.vmap(f)(q).sum()))(jnp.stack([DIRECTION, p]))[
+            1
+        ],
         "gradient",
     ),
     "scan": (lambda f, p: jax.jit(jax.grad(functools.partial(scanned, f)))(p), "gradient"),
@@ -90,11 +97,20 @@ OF_SOLVER = {  # two varieties of a solver share the cells; to some cells a tole
     "Newton, shared": ODD,
     "MGRIT": EVEN,
     "MGRIT, all kept": ODD,
-    "MGRIT, tolerance": ["jit, AOT, export", "vmap of grad", "grad of vmap", "jacrev", "jvp of grad", "hessian"],
+    "MGRIT, tolerance": [
+        "jit, AOT, export",
+        "vmap of grad",
+        "grad of vmap",
+        "jacrev",
+        "jvp of grad",
+        "hessian",
+    ],
 }
 
 
-@pytest.mark.parametrize(("name", "cell"), [(name, cell) for name, cells in OF_SOLVER.items() for cell in cells])
+@pytest.mark.parametrize(
+    ("name", "cell"), [(name, cell) for name, cells in OF_SOLVER.items() for cell in cells]
+)
 def test_what_every_solver_can(name, cell):
     transformed, what = CELLS[cell]
     got = transformed(functools.partial(loss, solver=ALL[name]), PARAMS)
@@ -117,13 +133,17 @@ FORWARD = {
 REFUSED = zip(ITERATIVE, [*FORWARD, "jvp"], strict=True)  # one by each
 
 
-@pytest.mark.parametrize(("name", "mode"), [*((name, mode) for name in EXACT for mode in FORWARD), *REFUSED])
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, mode) for name in EXACT for mode in FORWARD), *REFUSED]
+)
 def test_forward_mode(name, mode):
     f = functools.partial(loss, solver=ALL[name])
     if name in EXACT:
         assert relative_error(FORWARD[mode](f, PARAMS), exact("tangent")) < 1e-12
         return
-    with pytest.raises(TypeError, match=r"Forward-mode .* jax\.jvp of jax\.grad, work.*solver=lp_jax\.Serial\(\)"):
+    with pytest.raises(
+        TypeError, match=r"Forward-mode .* jax\.jvp of jax\.grad, work.*solver=lp_jax\.Serial\(\)"
+    ):
         FORWARD[mode](f, PARAMS)
 
 
@@ -133,7 +153,9 @@ def test_reverse_mode_twice(name):
     if name not in TOLERANCE:
         assert relative_error(twice(f, PARAMS), exact("product")) < 1e-12
         return
-    with pytest.raises(ValueError, match=r"Reverse mode was applied twice .* leave rtol and atol out"):
+    with pytest.raises(
+        ValueError, match=r"Reverse mode was applied twice .* leave rtol and atol out"
+    ):
         jax.eval_shape(functools.partial(twice, f), PARAMS)
 
 
@@ -147,7 +169,9 @@ def of_every_layer(operands, solver, comm):
         return y + layer.dt * jnp.tanh(y @ layer.params + layer.shared), jnp.sum(y**3)
 
     params, shared, y0 = operands
-    solution = lp_jax.solve(step, params, y0, shared=shared, t1=2.0, solver=solver, comm=comm, has_aux=True)
+    solution = lp_jax.solve(
+        step, params, y0, shared=shared, t1=2.0, solver=solver, comm=comm, has_aux=True
+    )
     return jnp.sum(solution.y1**2) + jnp.sum(solution.aux)
 
 
@@ -187,7 +211,9 @@ CHECKED = [
 @pytest.mark.parametrize("solver", CHECKED, ids=lambda solver: type(solver).__name__)
 def test_every_solver_under_the_checks_of_jax(solver):
     params = {"w": jnp.full((10, 4, 4), 0.3), "b": jnp.zeros((10, 4))}
-    keys = jax.random.split(jax.random.key(0, impl="unsafe_rbg"), 10)  # one operation, not the rounds of a hash
+    keys = jax.random.split(
+        jax.random.key(0, impl="unsafe_rbg"), 10
+    )  # one operation, not the rounds of a hash
 
     def step(y, layer):
         kept = jax.random.bernoulli(layer.data, 0.8, y.shape).astype(y.dtype)
@@ -229,7 +255,9 @@ def test_a_rule_within_the_step_may_use_values_of_the_step(rule):
 
     def gradient(step, solver):
         params = jnp.zeros(16)
-        return jax.grad(lambda y: jnp.sum(lp_jax.solve(step, params, y, solver=solver).y1))(jnp.linspace(0.1, 1, 3))
+        return jax.grad(lambda y: jnp.sum(lp_jax.solve(step, params, y, solver=solver).y1))(
+            jnp.linspace(0.1, 1, 3)
+        )
 
     exact, inject = gradient(plain, lp_jax.Serial()), lp_jax.Rediscretize("inject")
     cycles = lp_jax.MGRIT(iterations=8, coarse_step=inject, at_once=1)

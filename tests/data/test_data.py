@@ -35,7 +35,10 @@ def test_digits_are_all_there_split_by_class():
     got = data.digits(seed=3, test_fraction=0.25)
     assert got.classes == 10 and got.shape == (8, 8, 1)
     assert got.train_x.shape == (1347, 8, 8, 1) and got.test_x.shape == (450, 8, 8, 1)
-    assert got.train_x.dtype == got.test_x.dtype == np.float32 and got.train_y.dtype == got.test_y.dtype == np.int32
+    assert (
+        got.train_x.dtype == got.test_x.dtype == np.float32
+        and got.train_y.dtype == got.test_y.dtype == np.int32
+    )
 
     def rows(x, y):
         return sorted(map(tuple, np.column_stack([x.reshape(len(x), 64), y]).astype(float)))
@@ -77,7 +80,11 @@ def test_malformed_idx_is_refused(folder, content, expected):
 def test_files_that_are_packed_badly_are_refused(tmp_path):
     """Damaged ones, a gzipped file and an archive, and a small one that unpacks to a large one."""
     path = write(tmp_path / "file", GOOD).rename(tmp_path / "file.gz")
-    refused(f"{path}: cannot be read (Not a gzipped file (b'\\x00\\x00')); wanted text", data.characters, path)
+    refused(
+        f"{path}: cannot be read (Not a gzipped file (b'\\x00\\x00')); wanted text",
+        data.characters,
+        path,
+    )
     packed = gzip.compress(idx(np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8)))
     changed = packed[:999] + bytes(200) + packed[1199:]
     for damaged in (packed[:5], packed[:999], packed[:-3], changed, packed[:2] + b"\7"):
@@ -89,12 +96,18 @@ def test_files_that_are_packed_badly_are_refused(tmp_path):
         archive.write_bytes(damaged)
         refused(f"{archive}: cannot be read (", data.arrays, archive)
     write(path, bytes(2**28 + 1))
-    refused(f"{path}: unpacks to more than 268,435,456 bytes; wanted 256 MiB", data.characters, path)
+    refused(
+        f"{path}: unpacks to more than 268,435,456 bytes; wanted 256 MiB", data.characters, path
+    )
 
 
 @pytest.mark.parametrize("read", [read_conllu, read_ts, data.characters, data.arrays])
 def test_a_missing_file_and_one_of_another_kind_are_refused(tmp_path, read):
-    refused(f"{tmp_path / 'nowhere'}: cannot be read (No such file or directory)", read, tmp_path / "nowhere")
+    refused(
+        f"{tmp_path / 'nowhere'}: cannot be read (No such file or directory)",
+        read,
+        tmp_path / "nowhere",
+    )
     refused(f"{tmp_path}: cannot be read (Is a directory)", read, tmp_path)
     os.mkfifo(pipe := tmp_path / "pipe")  # and does not wait for one
     refused(f"{pipe}: cannot be read (it is no regular file)", read, pipe)
@@ -126,7 +139,11 @@ def test_real_mnist(shared_data):
     [
         (MNIST[1], LABELS[:19], f"19 labels; wanted 20, one for each image of {MNIST[0]}"),
         (MNIST[3], LABELS[:11], f"11 labels; wanted 10, one for each image of {MNIST[2]}"),
-        (MNIST[1], np.where(np.arange(20) == 13, np.uint8(11), LABELS), "label 11 of image 13; wanted 0 to 9"),
+        (
+            MNIST[1],
+            np.where(np.arange(20) == 13, np.uint8(11), LABELS),
+            "label 11 of image 13; wanted 0 to 9",
+        ),
         (MNIST[0], IMAGES[:0], "0 x 4 x 3 pixels; wanted images of at least one pixel"),
         (MNIST[0], IMAGES[:, :0], "20 x 0 x 3 pixels; wanted images of at least one"),
         (
@@ -140,7 +157,11 @@ def test_mnist_files_that_do_not_fit_are_refused(folder, name, array, expected):
     (folder / f"{name}.gz").unlink(missing_ok=True)
     refused(f"{write(folder / name, idx(array))}: {expected}", data.mnist, folder)
     (folder / name).unlink()
-    refused(f"{folder}: has no file {name} or {name}.gz; wanted a folder with the four", data.mnist, folder)
+    refused(
+        f"{folder}: has no file {name} or {name}.gz; wanted a folder with the four",
+        data.mnist,
+        folder,
+    )
 
 
 def height(points):
@@ -152,9 +173,17 @@ def height(points):
 
 def test_peaks_are_five_balanced_level_sets():
     got = data.peaks()
-    assert got.train_x.shape == (4000, 2) and got.test_x.shape == (1000, 2) and got.shape == (2,) and got.classes == 5
+    assert (
+        got.train_x.shape == (4000, 2)
+        and got.test_x.shape == (1000, 2)
+        and got.shape == (2,)
+        and got.classes == 5
+    )
     assert got.train_x.dtype == np.float32 and got.train_y.dtype == np.int32
-    assert np.bincount(got.train_y).tolist() == [800] * 5 and np.bincount(got.test_y).tolist() == [200] * 5
+    assert (
+        np.bincount(got.train_y).tolist() == [800] * 5
+        and np.bincount(got.test_y).tolist() == [200] * 5
+    )
     x, y = np.concatenate([got.train_x, got.test_x]), np.concatenate([got.train_y, got.test_y])
     assert len(np.unique(x, axis=0)) == 5000 and -1 <= x.min() < -0.99 and 0.99 < x.max() <= 1
     # known: the maximum of peaks is 8.1062 and its minimum -6.5511
@@ -184,12 +213,20 @@ def test_batches_go_through_the_data_once():
     got = epoch(23, 5, seed=0, epoch=0)
     assert [len(batch) for batch in got] == [5, 5, 5, 5] and len(set(itertools.chain(*got))) == 20
     whole = epoch(23, 5, seed=0, epoch=0, drop_last=False)
-    assert whole[:4] == got and len(whole[4]) == 3 and sorted(itertools.chain(*whole)) == list(range(23))
+    assert (
+        whole[:4] == got
+        and len(whole[4]) == 3
+        and sorted(itertools.chain(*whole)) == list(range(23))
+    )
     assert len(epoch(20, 5, seed=0, epoch=0, drop_last=False)) == 4
 
 
 def test_the_order_is_a_function_of_seed_and_epoch():
-    orders = {(seed, number): epoch(40, 8, seed=seed, epoch=number) for seed in (0, 1, 2) for number in (0, 1, 2)}
+    orders = {
+        (seed, number): epoch(40, 8, seed=seed, epoch=number)
+        for seed in (0, 1, 2)
+        for number in (0, 1, 2)
+    }
     assert len({str(order) for order in orders.values()}) == 9
     np.random.seed(5)
     assert epoch(40, 8, seed=1, epoch=2) == orders[1, 2]
@@ -222,8 +259,16 @@ SPLIT = data.digits, data.peaks, functools.partial(data.characters, "nowhere")
     ("call", "options", "message"),
     [
         (BATCHES, {"data": FIVE}, r"got one array: pass \(array,\)"),
-        (BATCHES, {"data": [[1, 2, 3]]}, "arrays; got a list: sequences of different lengths are for data.bucketed"),
-        (BATCHES, {"data": (FIVE, FOUR)}, r"data must be arrays with one leading length, .*; got lengths \[5, 4\]"),
+        (
+            BATCHES,
+            {"data": [[1, 2, 3]]},
+            "arrays; got a list: sequences of different lengths are for data.bucketed",
+        ),
+        (
+            BATCHES,
+            {"data": (FIVE, FOUR)},
+            r"data must be arrays with one leading length, .*; got lengths \[5, 4\]",
+        ),
         (BATCHES, {"data": ()}, r"got lengths \[\]"),
         (BATCHES, {"data": ((FIVE, FOUR), FIVE)}, r"got lengths \[5, 4, 5\]"),
         (BATCHES, {"batch_size": 6}, "batch_size must be at most the number of samples, 5; got 6"),
@@ -231,44 +276,74 @@ SPLIT = data.digits, data.peaks, functools.partial(data.characters, "nowhere")
         (BATCHES, {"batch_size": 2.0}, "batch_size must be an integer"),
         (BATCHES, {"seed": -1}, "seed must be at least 0; got -1"),
         (BATCHES, {"epoch": 0.5}, "epoch must be an integer"),
-        (BUCKETED, {"lengths": (8, 32)}, "lengths must reach the longest sequence, 60; got at most 32"),
+        (
+            BUCKETED,
+            {"lengths": (8, 32)},
+            "lengths must reach the longest sequence, 60; got at most 32",
+        ),
         (BUCKETED, {"lengths": (64, 32)}, r"lengths must increase; got \(64, 32\)"),
         (BUCKETED, {"lengths": ()}, r"lengths must increase; got \(\)"),
         (BUCKETED, {"lengths": (64.0,)}, "lengths must be an integer"),
         (BUCKETED, {"seed": -1}, "seed must be at least 0; got -1"),
-        (BUCKETED, {"batch_size": 104}, "batch_size must be at most the number of sequences, 103; got 104"),
-        (BUCKETED, {"data": data.Sequences(ragged().x, ragged().y[:-1])}, r"got 0 for the \d+ of sequence 102"),
-        (BUCKETED, {"data": data.Sequences(ragged().x, ragged().x[::-1])}, r"got \d+ for the \d+ of sequence 0"),
+        (
+            BUCKETED,
+            {"batch_size": 104},
+            "batch_size must be at most the number of sequences, 103; got 104",
+        ),
+        (
+            BUCKETED,
+            {"data": data.Sequences(ragged().x, ragged().y[:-1])},
+            r"got 0 for the \d+ of sequence 102",
+        ),
+        (
+            BUCKETED,
+            {"data": data.Sequences(ragged().x, ragged().x[::-1])},
+            r"got \d+ for the \d+ of sequence 0",
+        ),
         (data.peaks, {"samples": 10}, "leaves 8 to train with and 2 to hold out, for 5 classes"),
         (data.peaks, {"samples": 5}, "each class must have two samples or more"),
         (data.peaks, {"samples": 0}, "samples must be at least 1; got 0"),
         (data.peaks, {"samples": 10.0}, "samples must be an integer"),
         (data.peaks, {"classes": 1}, "classes must be at least 2; got 1"),
         (data.peaks, {"seed": -1}, "seed must be at least 0; got -1"),
-        *((load, {"test_fraction": n}, f"both excluded; got {n}") for load in SPLIT for n in (0.0, 1.0, -0.1, 5)),
+        *(
+            (load, {"test_fraction": n}, f"both excluded; got {n}")
+            for load in SPLIT
+            for n in (0.0, 1.0, -0.1, 5)
+        ),
         (contrib.modelnet, {"folder": "nowhere", "size": 0}, "size must be at least 1; got 0"),
         (data.gum, {"folder": "nowhere", "min_count": 0}, "min_count must be at least 1; got 0"),
         (data.gum, {"folder": "nowhere", "max_length": 2.5}, "max_length must be an integer"),
         (data.characters, {"path": "nowhere", "length": 0}, "length must be at least 1; got 0"),
-        (data.characters, {"path": "nowhere", "min_count": 0}, "min_count must be at least 1; got 0"),
+        (
+            data.characters,
+            {"path": "nowhere", "min_count": 0},
+            "min_count must be at least 1; got 0",
+        ),
         (data.characters, {"path": []}, "path must be a file or several; got none"),
     ],
 )
 def test_senseless_arguments_are_refused_at_once(call, options, message):
     kind = "must be (an )?integer|got one array|got a list"
-    with pytest.raises(TypeError if re.search(kind, message) else ValueError, match=message) as caught:
+    with pytest.raises(
+        TypeError if re.search(kind, message) else ValueError, match=message
+    ) as caught:
         call(**options)
     assert not isinstance(caught.value, data.DataError)
 
 
 def test_without_a_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs sklearn.datasets.* pip install 'lp_jax\[data\]'"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"needs sklearn.datasets.* pip install 'lp_jax\[data\]'"
+    ):
         data.digits()
 
 
 def test_the_page_names_every_loader():
-    names = [name for name in vars(data) if not name.startswith("_") and callable(getattr(data, name))]
+    names = [
+        name for name in vars(data) if not name.startswith("_") and callable(getattr(data, name))
+    ]
     assert len(names) > 10 and not [name for name in names if f"`{name}" not in PAGE]
 
 
@@ -286,12 +361,17 @@ def saved(folder, **arrays):
 def test_arrays_of_ones_own(tmp_path):
     x, y = np.arange(60.0).reshape(20, 3), np.array(["b", "a"] * 10)
     got = data.arrays(saved(tmp_path, x=x, y=y), seed=1, test_fraction=0.3)
-    assert (got.classes, got.names, got.shape) == (2, ("a", "b"), (3,)) and got.test_x.shape == (6, 3)
+    assert (got.classes, got.names, got.shape) == (2, ("a", "b"), (3,)) and got.test_x.shape == (
+        6,
+        3,
+    )
     rows = np.concatenate([got.train_x, got.test_x]), np.concatenate([got.train_y, got.test_y])
     order = np.argsort(rows[0][:, 0])
     np.testing.assert_array_equal(rows[0][order], x)
     assert [got.names[label] for label in rows[1][order]] == y.tolist()
-    path = saved(tmp_path, x=x.astype(np.uint8), y=[7, 3] * 10, test_x=x[:2].astype(np.uint8), test_y=[3, 7])
+    path = saved(
+        tmp_path, x=x.astype(np.uint8), y=[7, 3] * 10, test_x=x[:2].astype(np.uint8), test_y=[3, 7]
+    )
     got = data.arrays(path)
     assert got.train_x.dtype == np.uint8 and len(got.train_x) == 20 and got.names == ("3", "7")
     assert got.test_y.tolist() == [0, 1]
@@ -299,7 +379,9 @@ def test_arrays_of_ones_own(tmp_path):
 
 def test_large_labels_stay_apart(tmp_path):
     y, test_y = np.array([2**53, 2**53 + 1] * 2), np.array([2**53 + 1, 2**63], np.uint64)
-    got = data.arrays(saved(tmp_path, x=np.ones((4, 2)), y=y, test_x=np.ones((2, 2)), test_y=test_y))
+    got = data.arrays(
+        saved(tmp_path, x=np.ones((4, 2)), y=y, test_x=np.ones((2, 2)), test_y=test_y)
+    )
     assert got.names == (str(2**53), str(2**53 + 1), str(2**63)) and got.test_y.tolist() == [1, 2]
 
 
@@ -321,8 +403,13 @@ def test_short_numbers_are_read_without_a_warning(tmp_path, dtype):
 
 
 def test_held_out_numbers_that_float32_cannot_hold_are_refused(tmp_path):
-    path = saved(tmp_path, x=ONES * FOUR[:, None], y=[0, 1, 0, 1], test_x=[[1.0, 1e100]], test_y=[0])
-    with pytest.raises(data.DataError, match=r"after scaling by .* holds .*e\+99 at \[0, 1\]; wanted finite .* 3e\+38"):
+    path = saved(
+        tmp_path, x=ONES * FOUR[:, None], y=[0, 1, 0, 1], test_x=[[1.0, 1e100]], test_y=[0]
+    )
+    with pytest.raises(
+        data.DataError,
+        match=r"after scaling by .* holds .*e\+99 at \[0, 1\]; wanted finite .* 3e\+38",
+    ):
         _problems.arrays(Training(epochs=1, batch_size=2), path)
 
 
@@ -331,8 +418,13 @@ def test_values_of_ones_own(tmp_path, shape):
     x, y = np.arange(60.0).reshape(20, 3), 1e9 + np.arange(np.prod(shape)).reshape(shape) / 7
     got = data.arrays(saved(tmp_path, x=x, y=y), seed=1)
     assert (got.classes, got.names, got.test_y.shape) == (0, (), (4, y.size // 20))
-    inputs, values = np.concatenate([got.train_x, got.test_x]), np.concatenate([got.train_y, got.test_y])
-    np.testing.assert_array_equal(values[np.argsort(inputs[:, 0])], y.reshape(20, -1))  # as they are, to the last bit
+    inputs, values = (
+        np.concatenate([got.train_x, got.test_x]),
+        np.concatenate([got.train_y, got.test_y]),
+    )
+    np.testing.assert_array_equal(
+        values[np.argsort(inputs[:, 0])], y.reshape(20, -1)
+    )  # as they are, to the last bit
 
 
 ONES, NAN = np.ones((4, 2)), np.full((4, 2), np.nan)
@@ -345,16 +437,41 @@ ONES, NAN = np.ones((4, 2)), np.full((4, 2), np.nan)
         (FOUR, FOUR, {}, r"x has shape \(4,\)"),
         (ONES[:, :0], FOUR, {}, r"x has shape \(4, 0\)"),
         (ONES, ONES.astype(int), {}, r"y \(4, 2\)"),
-        (ONES, 1j * FOUR, {}, "y holds complex128; wanted classes, integers or strings, or floating-point values"),
-        (ONES, np.array([1, np.nan, 2, 3]), {}, r"y holds nan at \[1\]; wanted finite numbers below 1e\+150"),
+        (
+            ONES,
+            1j * FOUR,
+            {},
+            "y holds complex128; wanted classes, integers or strings, or floating-point values",
+        ),
+        (
+            ONES,
+            np.array([1, np.nan, 2, 3]),
+            {},
+            r"y holds nan at \[1\]; wanted finite numbers below 1e\+150",
+        ),
         (ONES, np.array([1, 2e160, 2, 3]), {}, r"y holds 2e\+160 at \[1\]"),
         (NAN, FOUR, {}, r"x holds nan at \[0, 0\]; wanted finite"),
         (ONES, np.full(4, 2.5), {}, "y holds one value, 2.5; wanted two or more"),
         (ONES, np.ones(4, int), {}, "y holds one class"),
         (ONES, FOUR, {"test_x": ONES}, "has no test_y"),
-        (ONES, 0.5 * FOUR, {"test_x": ONES, "test_y": FOUR}, "y holds float64 and test_y int64; wanted classes or val"),
-        (ONES, FOUR, {"test_x": ONES, "test_y": np.array([*"0123"])}, "int64 and test_y <U1; wanted classes or val"),
-        (ONES, 0.5 * FOUR, {"test_x": ONES, "test_y": ONES}, r"test_y has samples of shape \(2,\) and y \(1,\)"),
+        (
+            ONES,
+            0.5 * FOUR,
+            {"test_x": ONES, "test_y": FOUR},
+            "y holds float64 and test_y int64; wanted classes or val",
+        ),
+        (
+            ONES,
+            FOUR,
+            {"test_x": ONES, "test_y": np.array([*"0123"])},
+            "int64 and test_y <U1; wanted classes or val",
+        ),
+        (
+            ONES,
+            0.5 * FOUR,
+            {"test_x": ONES, "test_y": ONES},
+            r"test_y has samples of shape \(2,\) and y \(1,\)",
+        ),
     ],
 )
 def test_arrays_that_are_no_data_set(tmp_path, x, y, test, message):
@@ -371,9 +488,18 @@ np.save(NPY, np.ones((4, 2)))
     [
         (None, r"cannot be read \(File is not a zip file\)"),
         (b"abc", r"cannot be read \(EOF: reading magic string"),
-        (NPY.getvalue().replace(b"(4, 2)", b"(2, 2)"), "x.npy: more than 32 bytes; wanted what its header says"),
-        (NPY.getvalue().replace(b"(4, 2), }" + 11 * b" ", b"(99999999999, 2), } "), r"cannot be read \(Unable to al"),
-        (bytes(2**28 + 1), "unpacks to more than 268,435,456 bytes; wanted 256 MiB or 100 times the file"),
+        (
+            NPY.getvalue().replace(b"(4, 2)", b"(2, 2)"),
+            "x.npy: more than 32 bytes; wanted what its header says",
+        ),
+        (
+            NPY.getvalue().replace(b"(4, 2), }" + 11 * b" ", b"(99999999999, 2), } "),
+            r"cannot be read \(Unable to al",
+        ),
+        (
+            bytes(2**28 + 1),
+            "unpacks to more than 268,435,456 bytes; wanted 256 MiB or 100 times the file",
+        ),
     ],
 )
 def test_a_file_that_is_no_archive_of_arrays_is_refused(tmp_path, member, message):

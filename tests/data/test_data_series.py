@@ -26,7 +26,11 @@ def test_series_of_a_file(tmp_path):
         for text in (HEADER + BODY, (HEADER + BODY).replace("\n", "\r\n"), HEADER.lower() + BODY):
             got = read_ts(write(tmp_path / name, text))
             assert got.classes == ("up", "down") and got.labels == ["up", "down", "down"]
-            assert [x.tolist() for x in got.x] == [[[1, 4], [2, 5], [3, 6]], [[7, 8]], [[1.5, 0], [-20, 0.5]]]
+            assert [x.tolist() for x in got.x] == [
+                [[1, 4], [2, 5], [3, 6]],
+                [[7, 8]],
+                [[1.5, 0], [-20, 0.5]],
+            ]
             assert all(x.dtype == np.float64 for x in got.x)
 
 
@@ -39,30 +43,69 @@ def test_missing_values_are_filled(tmp_path):
 
 def header(**keys):
     """The header without some keys and with others."""
-    kept = [line for line in HEADER.splitlines() if not line.startswith(tuple(f"@{key} " for key in keys))]
-    return "\n".join([*kept[:-1], *(f"@{key} {value}" for key, value in keys.items() if value), "@data"]) + "\n"
+    kept = [
+        line
+        for line in HEADER.splitlines()
+        if not line.startswith(tuple(f"@{key} " for key in keys))
+    ]
+    return (
+        "\n".join(
+            [*kept[:-1], *(f"@{key} {value}" for key, value in keys.items() if value), "@data"]
+        )
+        + "\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         (header(dimensions="") + "1:2:up\n1:2:3:up\n", "line 9: 3 channels; wanted 2"),
-        (header(dimensions="") + "up\n", "line 8: channels of [] values; wanted at least one channel"),
-        (HEADER + "1,2:3:up\n", "line 9: channels of [2, 1] values; wanted at least one channel, all of one length"),
-        (HEADER + "1,2:3,4\n", "line 9: class '3,4'; wanted one of those that the header announces, up down"),
+        (
+            header(dimensions="") + "up\n",
+            "line 8: channels of [] values; wanted at least one channel",
+        ),
+        (
+            HEADER + "1,2:3:up\n",
+            "line 9: channels of [2, 1] values; wanted at least one channel, all of one length",
+        ),
+        (
+            HEADER + "1,2:3,4\n",
+            "line 9: class '3,4'; wanted one of those that the header announces, up down",
+        ),
         (HEADER + "1,2:3,4:UP\n", "line 9: class 'UP'; wanted one of those"),
-        (HEADER + "1,2:3,x:up\n", "line 9: could not convert string to float: 'x'; wanted numbers with commas between"),
+        (
+            HEADER + "1,2:3,x:up\n",
+            "line 9: could not convert string to float: 'x'; wanted numbers with commas between",
+        ),
         (HEADER + "1,2:3,:up\n", "line 9: could not convert string to float: ''; wanted numbers"),
         (HEADER + "1,?:3,4:up\n", "line 9: the series holds nan at "),
-        (HEADER + "1,2:3,1e308:up\n", "line 9: the series holds 1e+308 at [1, 1]; wanted finite numbers"),
+        (
+            HEADER + "1,2:3,1e308:up\n",
+            "line 9: the series holds 1e+308 at [1, 1]; wanted finite numbers",
+        ),
         (HEADER + "1,2:3,nan:up\n", "line 9: the series holds nan at "),
-        (header(timeStamps="true") + BODY, "a problem of regression, or series with time stamps; wanted classes,"),
-        (header(targetLabel="true") + BODY, "a problem of regression, or series with time stamps; wanted classes,"),
+        (
+            header(timeStamps="true") + BODY,
+            "a problem of regression, or series with time stamps; wanted classes,",
+        ),
+        (
+            header(targetLabel="true") + BODY,
+            "a problem of regression, or series with time stamps; wanted classes,",
+        ),
         (header(classLabel="true") + BODY, "classes none; wanted at least one, none of them twice"),
-        (header(classLabel="false") + BODY, "classes none; wanted at least one, none of them twice, announced by @cl"),
+        (
+            header(classLabel="false") + BODY,
+            "classes none; wanted at least one, none of them twice, announced by @cl",
+        ),
         (header(classLabel="true a b a") + BODY, "classes a b a; wanted at least one"),
-        (HEADER.replace("@data\n", "") + BODY, "no header, or more in it than keys and comments; wanted keys (@...)"),
-        (HEADER.replace("@data\n", BODY + "@data\n"), "no header, or more in it than keys and comments; wanted"),
+        (
+            HEADER.replace("@data\n", "") + BODY,
+            "no header, or more in it than keys and comments; wanted keys (@...)",
+        ),
+        (
+            HEADER.replace("@data\n", BODY + "@data\n"),
+            "no header, or more in it than keys and comments; wanted",
+        ),
         (HEADER, "no series; wanted one a line after @data"),
     ],
 )
@@ -79,12 +122,20 @@ def problem(folder, train=BODY, test=BODY, test_header=HEADER):
 
 
 def test_series_are_scaled_by_training_and_padded(tmp_path):
-    got = data.timeseries(problem(tmp_path, "0,2:5,5:up\n4,6,8:5,5,5:down\n", "4,14,4,4:5,6,7,8:up\n"), "P")
+    got = data.timeseries(
+        problem(tmp_path, "0,2:5,5:up\n4,6,8:5,5,5:down\n", "4,14,4,4:5,6,7,8:up\n"), "P"
+    )
     (x, lengths), (test_x, test_lengths) = got.train_x, got.test_x
     assert got.shape == (4, 2) and got.classes == 2 and got.names == ("up", "down")
-    assert x.shape == (2, 4, 2) and test_x.shape == (1, 4, 2) and x.dtype == test_x.dtype == np.float32
+    assert (
+        x.shape == (2, 4, 2) and test_x.shape == (1, 4, 2) and x.dtype == test_x.dtype == np.float32
+    )
     assert lengths.tolist() == [2, 3] and test_lengths.tolist() == [4] and lengths.dtype == np.int32
-    assert got.train_y.tolist() == [0, 1] and got.test_y.tolist() == [0] and got.train_y.dtype == np.int32
+    assert (
+        got.train_y.tolist() == [0, 1]
+        and got.test_y.tolist() == [0]
+        and got.train_y.dtype == np.int32
+    )
     deviation = np.sqrt((16 + 4 + 0 + 4 + 16) / 5)  # of 0 2 4 6 8 about 4
     np.testing.assert_allclose(x[0, :, 0], [-4 / deviation, -2 / deviation, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(test_x[0, :, 0], [0, 10 / deviation, 0, 0], rtol=1e-6)
@@ -99,9 +150,18 @@ UNSEEN = "which no training series has; wanted one of"
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"train": "1:2:up\n", "test": "1:2:up\n3:4:down\n"}, f"TEST.ts.gz: class 'down', {UNSEEN} up."),
-        ({"test_header": LEFT, "test": "3:4:left\n"}, f"TEST.ts.gz: class 'left', {UNSEEN} down up."),
-        ({"test_header": THREE, "test": "1:2:3:up\n"}, "TEST.ts.gz: 3 channels; wanted 2, like those to train with"),
+        (
+            {"train": "1:2:up\n", "test": "1:2:up\n3:4:down\n"},
+            f"TEST.ts.gz: class 'down', {UNSEEN} up.",
+        ),
+        (
+            {"test_header": LEFT, "test": "3:4:left\n"},
+            f"TEST.ts.gz: class 'left', {UNSEEN} down up.",
+        ),
+        (
+            {"test_header": THREE, "test": "1:2:3:up\n"},
+            "TEST.ts.gz: 3 channels; wanted 2, like those to train with",
+        ),
         ({"train": "1:?:up\n"}, "TRAIN.ts: line 9: the series holds nan at "),
     ],
 )
@@ -109,7 +169,12 @@ def test_files_that_do_not_fit_are_refused(tmp_path, options, expected):
     folder = problem(tmp_path, **options)
     refused(f"{folder}/P_{expected}", data.timeseries, folder, "P")
     (folder / "P_TEST.ts.gz").unlink()
-    refused(f"{folder}: has no file P_TEST.ts or P_TEST.ts.gz; wanted the two files", data.timeseries, folder, "P")
+    refused(
+        f"{folder}: has no file P_TEST.ts or P_TEST.ts.gz; wanted the two files",
+        data.timeseries,
+        folder,
+        "P",
+    )
 
 
 def test_missing_values_of_a_problem_are_filled_before_scaling(tmp_path):
@@ -128,7 +193,12 @@ def test_missing_values_of_a_problem_are_filled_before_scaling(tmp_path):
 def test_real_series(shared_data, name, train, test, classes, lengths):
     got = data.timeseries(shared_data / "ucr", name)
     (x, n), (test_x, test_n) = got.train_x, got.test_x
-    assert x.shape == train and test_x.shape == test and got.shape == train[1:] and got.classes == classes
+    assert (
+        x.shape == train
+        and test_x.shape == test
+        and got.shape == train[1:]
+        and got.classes == classes
+    )
     assert min(n.min(), test_n.min()) == lengths[0] and max(n.max(), test_n.max()) == lengths[1]
     assert np.all(np.bincount(got.train_y) == train[0] // classes)
     inside = np.arange(train[1]) < n[:, None]

@@ -15,32 +15,63 @@ DOGS = [("dogs", "NOUN"), ("sleep", "VERB"), ("and", "CCONJ"), ("cats", "NOUN")]
 
 
 def test_sentences_of_a_file(tmp_path):
-    one = [("1-2", "Don't", "_"), (1, "Do", "AUX"), (2, "n't", "PART"), ("2.1", "you", "PRON"), (3, "go", "VERB")]
+    one = [
+        ("1-2", "Don't", "_"),
+        (1, "Do", "AUX"),
+        (2, "n't", "PART"),
+        ("2.1", "you", "PRON"),
+        (3, "go", "VERB"),
+    ]
     two = [("0.1", "unsaid", "NOUN"), (1, "# 5", "SYM"), (2, "New York\u2028City", "PROPN")]
-    one, two = ("\n".join(itertools.starmap(row, words)) for words in ([*one, (4, ".", "PUNCT")], two))
+    one, two = (
+        "\n".join(itertools.starmap(row, words)) for words in ([*one, (4, ".", "PUNCT")], two)
+    )
     content = f"# sent_id = 1\n# text = Don't go.\n{one}\n\n\n{two}"
     for name in ("a.conllu", "a.conllu.gz"):
         for text in (content, content + "\n\n", content.replace("\n", "\r\n"), "\ufeff" + content):
             first, second = read_conllu(write(tmp_path / name, text))
-            assert first.words == ("Do", "n't", "go", ".") and first.upos == ("AUX", "PART", "VERB", "PUNCT")
+            assert first.words == ("Do", "n't", "go", ".") and first.upos == (
+                "AUX",
+                "PART",
+                "VERB",
+                "PUNCT",
+            )
             assert first.text == "Don't go."
-            assert second.words == ("# 5", "New York\u2028City") and second.text == "# 5 New York\u2028City"
+            assert (
+                second.words == ("# 5", "New York\u2028City")
+                and second.text == "# 5 New York\u2028City"
+            )
 
 
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
         ("# only\n# comments", "no sentence in the whole file; wanted at least one"),
-        ("1\tword\tword\tNOUN", "sentence 1: 4 columns, word 'word'; wanted 10 columns and a word in the second"),
-        ("1 word word NOUN _ _ 0 root _ _", "cannot be read (Invalid line format, line must contain either tabs or"),
+        (
+            "1\tword\tword\tNOUN",
+            "sentence 1: 4 columns, word 'word'; wanted 10 columns and a word in the second",
+        ),
+        (
+            "1 word word NOUN _ _ 0 root _ _",
+            "cannot be read (Invalid line format, line must contain either tabs or",
+        ),
         (row(2, "late"), "sentence 1: ids 2; wanted 1, 2, 3 and so on"),
         (row(1, "one") + "\n" + row(3, "three"), "sentence 1: ids 1 3; wanted 1, 2, 3"),
         (row("_", "none"), "sentence 1: ids None; wanted 1, 2, 3"),
         (row("1.1", "unsaid"), "sentence 1: ids ; wanted 1, 2, 3"),
-        (row("one", "word"), "cannot be read (Failed parsing field 'id': 'one' is not a valid ID.)"),
-        (row(1, "word", "_"), "sentence 1: part of speech '_' of 'word'; wanted one of ADJ ADP ADV"),
+        (
+            row("one", "word"),
+            "cannot be read (Failed parsing field 'id': 'one' is not a valid ID.)",
+        ),
+        (
+            row(1, "word", "_"),
+            "sentence 1: part of speech '_' of 'word'; wanted one of ADJ ADP ADV",
+        ),
         (row(1, "word", "NN"), "sentence 1: part of speech 'NN' of 'word'; wanted one of ADJ"),
-        (row(1, "", "NOUN"), "sentence 1: 10 columns, word ''; wanted 10 columns and a word in the second"),
+        (
+            row(1, "", "NOUN"),
+            "sentence 1: 10 columns, word ''; wanted 10 columns and a word in the second",
+        ),
     ],
 )
 def test_a_malformed_sentence_is_refused(tmp_path, lines, expected):
@@ -52,13 +83,19 @@ def test_a_malformed_sentence_is_refused(tmp_path, lines, expected):
 
 
 def test_real_sentences(shared_data):
-    for split, sentences, words in (("train", 5396, 101_701), ("dev", 588, 13_334), ("test", 615, 13_288)):
+    for split, sentences, words in (
+        ("train", 5396, 101_701),
+        ("dev", 588, 13_334),
+        ("test", 615, 13_288),
+    ):
         path = shared_data / "gum" / f"en_gum-ud-{split}.conllu.gz"
         got = read_conllu(path)
         assert len(got) == sentences and sum(len(sentence.words) for sentence in got) == words
         with gzip.open(path, "rt", encoding="utf-8") as lines:  # read without the loader
             rows = [line.split("\t") for line in lines if line.split("\t")[0].isdecimal()]
-        read = [pair for sentence in got for pair in zip(sentence.words, sentence.upos, strict=True)]
+        read = [
+            pair for sentence in got for pair in zip(sentence.words, sentence.upos, strict=True)
+        ]
         assert read == [(row[1], row[3]) for row in rows]
 
 
@@ -86,13 +123,22 @@ def test_words_become_numbers(tmp_path):
     words, suffixes, prefixes, shapes = got.vocabularies
     assert got.sizes == (10, 4, 4, 8)
     assert words == ("<padding>", *(f"<unknown {name}>" for name in SHAPES), "cats", "sleep")
-    assert suffixes == ("<padding>", "<unknown>", "ats", "eep") and prefixes == ("<padding>", "<unknown>", "cat", "sle")
+    assert suffixes == ("<padding>", "<unknown>", "ats", "eep") and prefixes == (
+        "<padding>",
+        "<unknown>",
+        "cat",
+        "sle",
+    )
     assert shapes == ("<padding>", *SHAPES)
     (cats, dogs), (test,) = got.train.x, got.test.x
     assert cats.tolist() == [[8, 2, 2, 2], [9, 3, 3, 1], [7, 1, 1, 7]]
     assert dogs.tolist() == [[1, 1, 1, 1], [9, 3, 3, 1], [1, 1, 1, 1], [8, 2, 2, 1]]
     assert test.tolist() == [[2, 1, 1, 2], [1, 1, 1, 1], [5, 1, 1, 5], [8, 2, 2, 1]]
-    assert [labels.tolist() for labels in (*got.train.y, *got.test.y)] == [[1, 3, 2], [1, 3, 0, 1], [1, 3, -1, 1]]
+    assert [labels.tolist() for labels in (*got.train.y, *got.test.y)] == [
+        [1, 3, 2],
+        [1, 3, 0, 1],
+        [1, 3, -1, 1],
+    ]
     for array in (*got.train, *got.dev, *got.test):
         assert all(part.dtype == np.int32 for part in array)
     every = data.gum(tmp_path, min_count=1)
@@ -104,9 +150,14 @@ def test_longer_sentences_are_split(tmp_path):
     whole, split = (data.gum(folder, max_length=n) for n in (4, 3))
     assert [len(x) for x in whole.train.x] == [3, 4]
     assert [len(x) for x in split.train.x] == [len(y) for y in split.train.y] == [3, 3, 1]
-    assert [[len(words) for words in got.test_words] for got in (whole, split)] == [[3, 4], [3, 3, 1]]
+    assert [[len(words) for words in got.test_words] for got in (whole, split)] == [
+        [3, 4],
+        [3, 3, 1],
+    ]
     for part in ("x", "y"):
-        whole_part, split_part = (np.concatenate(getattr(tagging.train, part)) for tagging in (whole, split))
+        whole_part, split_part = (
+            np.concatenate(getattr(tagging.train, part)) for tagging in (whole, split)
+        )
         np.testing.assert_array_equal(whole_part, split_part)
 
 
@@ -122,7 +173,9 @@ def test_a_treebank_without_a_file_is_refused(tmp_path):
 
 def test_real_parts_of_speech(shared_data):
     got = data.gum(shared_data / "gum")
-    assert got.classes == 17 and all(y.min() >= 0 for part in (got.train, got.dev, got.test) for y in part.y)
+    assert got.classes == 17 and all(
+        y.min() >= 0 for part in (got.train, got.dev, got.test) for y in part.y
+    )
     counts = dict(zip(got.tags, np.bincount(np.concatenate(got.train.y)).tolist(), strict=True))
     assert (counts["NOUN"], counts["PUNCT"], counts["SYM"]) == (16_673, 13_219, 177)  # by awk
     everything = np.concatenate([*got.train.x, *got.dev.x, *got.test.x])
@@ -185,8 +238,15 @@ def test_characters_follow_each_other(tmp_path):
     text = text.replace("\r", "")
     split = len(text) - round(0.25 * len(text))
     assert got.names[:2] == ("<padding>", "<unknown>") and set(got.names[2:]) == set(text[:split])
-    assert got.classes == len(got.names) and got.shape == (7,) and list(got.names[2:]) == sorted(got.names[2:])
-    for x, y, part in ((got.train_x, got.train_y, text[:split]), (got.test_x, got.test_y, text[split:])):
+    assert (
+        got.classes == len(got.names)
+        and got.shape == (7,)
+        and list(got.names[2:]) == sorted(got.names[2:])
+    )
+    for x, y, part in (
+        (got.train_x, got.train_y, text[:split]),
+        (got.test_x, got.test_y, text[split:]),
+    ):
         assert x.shape == y.shape == ((len(part) - 1) // 7, 7) and x.dtype == y.dtype == np.int32
         read = "".join(got.names[i] for i in x.ravel())
         assert read == part[: len(read)].replace("Q", "<unknown>")
@@ -206,10 +266,15 @@ def test_rare_characters_are_one_class(tmp_path):
 
 
 def test_characters_of_several_files_and_treebanks(tmp_path):
-    paths = [write(tmp_path / "a.txt", "one\ntwo\n"), write(tmp_path / "b.conllu", conllu(CATS, DOGS))]
+    paths = [
+        write(tmp_path / "a.txt", "one\ntwo\n"),
+        write(tmp_path / "b.conllu", conllu(CATS, DOGS)),
+    ]
     got = data.characters(paths, length=1, test_fraction=0.1, min_count=1)
     read = "".join(got.names[i] for i in got.train_x.ravel())
-    assert read == "one\ntwo\nCats sleep .\ndogs sleep and cats"[:35]  # 36 to train with, 4 held out
+    assert (
+        read == "one\ntwo\nCats sleep .\ndogs sleep and cats"[:35]
+    )  # 36 to train with, 4 held out
     joined = data.characters(tmp_path / "a.txt", length=1, test_fraction=0.5)
     assert joined.train_x.size == 2
 
@@ -219,8 +284,12 @@ def test_real_characters(shared_data):
     got = data.characters(paths, length=64, test_fraction=0.1)
     size = sum(len(sentence.text) + 1 for path in paths for sentence in read_conllu(path)) - 1
     held_out = round(0.1 * size)
-    assert len(got.train_x) == (size - held_out - 1) // 64 and len(got.test_x) == (held_out - 1) // 64
-    assert "".join(got.names[i] for i in got.train_x[0]).startswith(read_conllu(paths[0])[0].text[:64])
+    assert (
+        len(got.train_x) == (size - held_out - 1) // 64 and len(got.test_x) == (held_out - 1) // 64
+    )
+    assert "".join(got.names[i] for i in got.train_x[0]).startswith(
+        read_conllu(paths[0])[0].text[:64]
+    )
     assert np.mean(got.train_y == 1) < 1e-3 and got.train_x.max() < got.classes
 
 
@@ -228,5 +297,17 @@ def test_a_text_too_short_for_a_window_is_refused(tmp_path):
     path = write(tmp_path / "a.txt", "x" * 100)
     assert data.characters(path, length=9, test_fraction=0.1).test_x.shape == (1, 9)
     wanted = "wanted more than 10, a window and the character after it"
-    refused(f"{path}: 10 characters to hold out; {wanted}", data.characters, path, length=10, test_fraction=0.1)
-    refused(f"{path}: 10 characters to train with; {wanted}", data.characters, path, length=10, test_fraction=0.9)
+    refused(
+        f"{path}: 10 characters to hold out; {wanted}",
+        data.characters,
+        path,
+        length=10,
+        test_fraction=0.1,
+    )
+    refused(
+        f"{path}: 10 characters to train with; {wanted}",
+        data.characters,
+        path,
+        length=10,
+        test_fraction=0.9,
+    )

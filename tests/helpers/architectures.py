@@ -42,16 +42,24 @@ def everything(name, comm=None):
     options = {"solver": SOLVER, "comm": comm}
     if name == "gru":
         gru = recurrent.make(True, **options)
-        value, (of_gru, of_x) = nnx.jit(nnx.value_and_grad(recurrent_loss, argnums=(0, 1)))(gru, recurrent.X)
+        value, (of_gru, of_x) = nnx.jit(nnx.value_and_grad(recurrent_loss, argnums=(0, 1)))(
+            gru, recurrent.X
+        )
         return jax.tree.map(np.asarray, ({}, (value, nnx.to_pure_dict(of_gru), of_x)))
     if name == "decoder":
         make, y, memory = transformer.decoder, transformer.Y, transformer.MEMORY
         masks = transformer.OTHER_MASK, transformer.MASK
     else:
-        make, y, memory = functools.partial(Restless, param_dtype=jnp.float64), normal((4, 6)), normal((4, 6), 2)
+        make, y, memory = (
+            functools.partial(Restless, param_dtype=jnp.float64),
+            normal((4, 6)),
+            normal((4, 6), 2),
+        )
         masks = (jnp.asarray(np.arange(24).reshape(4, 6) % 3 > 0),)
     trunk = nn.LayerParallel(make, LAYERS, rngs=nnx.Rngs(0), **options)
-    value, (of_trunk, *of_all) = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1, 2)))(trunk, y, memory, masks)
+    value, (of_trunk, *of_all) = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1, 2)))(
+        trunk, y, memory, masks
+    )
     statistics = nnx.to_pure_dict(nnx.state(trunk.layers, nnx.BatchStat))
     return jax.tree.map(np.asarray, ((nnx.to_pure_dict(of_trunk), statistics), (value, of_all)))
 
@@ -61,7 +69,11 @@ def loss(trunk, y, memory, masks):
 
 
 def recurrent_loss(gru, x):
-    return sum(jnp.sum(h * t) for h, t in zip(gru((x, recurrent.LENGTHS)), recurrent.TARGET, strict=True))
+    return sum(
+        jnp.sum(h * t) for h, t in zip(gru((x, recurrent.LENGTHS)), recurrent.TARGET, strict=True)
+    )
 
 
-assert_same = functools.partial(chex.assert_trees_all_close, rtol=1e-12, atol=1e-13)  # but for the order of sums
+assert_same = functools.partial(
+    chex.assert_trees_all_close, rtol=1e-12, atol=1e-13
+)  # but for the order of sums

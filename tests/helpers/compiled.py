@@ -4,7 +4,11 @@ import collections
 import os
 import re
 
-OPTIONS = {"xla_cpu_use_fusion_emitters": True} if "use_fusion_emitters=false" in os.environ["XLA_FLAGS"] else None
+OPTIONS = (
+    {"xla_cpu_use_fusion_emitters": True}
+    if "use_fusion_emitters=false" in os.environ["XLA_FLAGS"]
+    else None
+)
 
 
 def compiled(lowered):
@@ -19,7 +23,8 @@ def collectives(compiled) -> collections.Counter:
     """Of a compiled program: (kind, shape) of every collective, times the trips of the loops around it."""
     text = compiled.as_text()
     computations = {
-        m[1]: m[2] for m in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S)
+        m[1]: m[2]
+        for m in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S)
     }
     counts: collections.Counter = collections.Counter()
 
@@ -28,10 +33,13 @@ def collectives(compiled) -> collections.Counter:
             if m := re.search(r"= (\S+) (" + "|".join(COLLECTIVES) + r")(?:-start)?\(", row):
                 counts[m[2], re.sub(r"\{.*", "", m[1])] += times
             if m := re.search(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", row):
-                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', row)  # without: a worker's turn in a relay
+                trips = re.search(
+                    r'known_trip_count":\{"n":"(\d+)"', row
+                )  # without: a worker's turn in a relay
                 visit(m[2], times * (int(trips[1]) if trips else 1))
             elif m := re.search(
-                r"(?:to_apply|calls|branch_computations=\{|true_computation|false_computation)=?%?(.*)", row
+                r"(?:to_apply|calls|branch_computations=\{|true_computation|false_computation)=?%?(.*)",
+                row,
             ):
                 for other in re.findall(r"%([\w.\-]+)", m[0]):
                     if other in computations and " fusion(" not in row:

@@ -32,7 +32,11 @@ def refused(expected, call, *arguments, **options):
     assert message.startswith(str(expected)) and "; wanted " in message
 
 
-MNIST = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+MNIST = [
+    f"{split}-{kind}-ubyte"
+    for split in ("train", "t10k")
+    for kind in ("images-idx3", "labels-idx1")
+]
 
 
 def idx(array):
@@ -54,7 +58,9 @@ def row(number, word, upos="NOUN"):
 
 def conllu(*sentences):
     """CoNLL-U of sentences, each a list of (word, part of speech)."""
-    return "".join("".join(row(i, *token) + "\n" for i, token in enumerate(s, 1)) + "\n" for s in sentences)
+    return "".join(
+        "".join(row(i, *token) + "\n" for i, token in enumerate(s, 1)) + "\n" for s in sentences
+    )
 
 
 def treebank(folder, train, dev=None, test=None):
@@ -66,13 +72,20 @@ def treebank(folder, train, dev=None, test=None):
 def ragged(seed=0, count=103, longest=60):
     """Sequences of many lengths and their labels, those of sequence i all i."""
     lengths = np.random.default_rng(seed).integers(1, longest + 1, count)
-    x = [np.stack([np.full(n, i + 1), np.arange(1, n + 1)], 1).astype(np.int32) for i, n in enumerate(lengths)]
+    x = [
+        np.stack([np.full(n, i + 1), np.arange(1, n + 1)], 1).astype(np.int32)
+        for i, n in enumerate(lengths)
+    ]
     return data.Sequences(x, [np.full(n, i, np.int32) for i, n in enumerate(lengths)])
 
 
 def run_page(package):
     """The example of docs/data.md that imports a package, and what it should print."""
-    (code,) = (c for c in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if f"import {package}\n" in c)
+    (code,) = (
+        c
+        for c in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+        if f"import {package}\n" in c
+    )
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(code, f"docs/data.md: {package}", "exec"), {"__name__": "example"})

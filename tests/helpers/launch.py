@@ -30,19 +30,27 @@ class Ended(NamedTuple):
 
 def output(*command: object, **options: object) -> str:
     """Run a program of one process and return its standard output; fail where its exit code is not 0."""
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=400, **options)
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=400, **options
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 
 def start(command: list, **environment: str) -> subprocess.Popen:
     """A program in a session of its own."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_", "XLA_", "JAX_"))}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("OMPI_", "PMIX_", "PRTE_", "XLA_", "JAX_"))
+    }
     env |= {
         "PYTHONPATH": os.pathsep.join(
             map(str, (HERE.parents[1], *HERE.parent.glob("[!_]*/")))
         ),  # of conftest.py, and the tests
-        "TMPDIR": tempfile.mkdtemp(dir=_SCRATCH),  # MPI jobs that share one clear up each other's files there
+        "TMPDIR": tempfile.mkdtemp(
+            dir=_SCRATCH
+        ),  # MPI jobs that share one clear up each other's files there
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count=1 --xla_cpu_multi_thread_eigen=false {QUICK}".strip(),
@@ -99,9 +107,13 @@ def start_ranks(ranks: int, *program: object, **environment: str) -> subprocess.
     """A Python program on so many ranks; skips where MPI is not installed."""
     for module in ("mpi4py", "mpi4jax"):
         if importlib.util.find_spec(module) is None:
-            pytest.skip(f"no {module}: the extra lp_jax[mpi] is not installed; `make test` installs it")
+            pytest.skip(
+                f"no {module}: the extra lp_jax[mpi] is not installed; `make test` installs it"
+            )
     launcher = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
     if launcher is None:
         pytest.skip("no mpirun on PATH")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return start([launcher, *root, "--oversubscribe", "-n", ranks, sys.executable, *program], **environment)
+    return start(
+        [launcher, *root, "--oversubscribe", "-n", ranks, sys.executable, *program], **environment
+    )

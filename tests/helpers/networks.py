@@ -22,12 +22,16 @@ def assert_close(got, wanted, rtol=1e-12):
     chex.assert_trees_all_close(got, wanted, rtol=rtol, atol=rtol)
 
 
-def dense_classifier(layers=4, layer=None, *, inputs=3, width=5, outputs=2, t1=2.0, dtype=F64, **options):
+def dense_classifier(
+    layers=4, layer=None, *, inputs=3, width=5, outputs=2, t1=2.0, dtype=F64, **options
+):
     """A network of dense residual layers, or of those that are given."""
     rngs, make = nnx.Rngs(0), functools.partial(nn.DenseResidual, width, param_dtype=dtype)
     return nn.Classifier(
         nn.DenseOpening((inputs,), width, param_dtype=dtype, rngs=rngs),
-        nn.LayerParallel(layer or (lambda rngs: make(rngs=rngs)), layers, t1=t1, rngs=rngs, **options),
+        nn.LayerParallel(
+            layer or (lambda rngs: make(rngs=rngs)), layers, t1=t1, rngs=rngs, **options
+        ),
         nn.DenseClosing((width,), outputs, param_dtype=dtype, rngs=rngs),
     )
 
@@ -36,7 +40,8 @@ def mesh(size=4, **settings):
     """The first ``size`` devices in a row."""
     auto = jax.sharding.AxisType.Auto
     return lp_jax.MeshComm(
-        jax.make_mesh((size,), ("layers",), axis_types=(auto,), devices=jax.devices()[:size]), **settings
+        jax.make_mesh((size,), ("layers",), axis_types=(auto,), devices=jax.devices()[:size]),
+        **settings,
     )
 
 

@@ -33,7 +33,9 @@ def dense_state(batch: int, width: int, *, seed: int = 1):
 
 
 @functools.partial(jax.jit, static_argnames=("step", "loss", "has_aux"))
-def serial_loss_and_gradient(step, params, y0, loss, *, t1=1.0, shared=None, data=None, has_aux=False):
+def serial_loss_and_gradient(
+    step, params, y0, loss, *, t1=1.0, shared=None, data=None, has_aux=False
+):
     """Loss, and its gradient for (params, y0, shared), by a hand-written scan and ``jax.grad``: no code of the library."""
     n = jax.tree.leaves((params, data))[0].shape[0]
     t, dt = jnp.arange(float(n)) * (t1 / n), jnp.full((n,), t1 / n)
@@ -69,9 +71,15 @@ def assert_serial(step, params, y0, loss, solver, *, t1=1.0):
 
 def relative_error(a: Any, b: Any) -> float:
     """Relative 2-norm error of a pytree."""
-    pairs = [tuple(map(np.asarray, pair)) for pair in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
+    pairs = [
+        tuple(map(np.asarray, pair))
+        for pair in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    ]
     return float(
-        np.sqrt(sum(np.sum(np.abs(x - y) ** 2) for x, y in pairs) / sum(np.sum(np.abs(y) ** 2) for _, y in pairs))
+        np.sqrt(
+            sum(np.sum(np.abs(x - y) ** 2) for x, y in pairs)
+            / sum(np.sum(np.abs(y) ** 2) for _, y in pairs)
+        )
     )
 
 
@@ -96,7 +104,11 @@ class Dense(NamedTuple):
         params = jnp.asarray(z["smooth_W"].swapaxes(1, 2)), jnp.asarray(z["smooth_b"])
         serial = {t: jnp.asarray(z[f"smooth_T{t:.0f}_serial"]) for t in (1.0, 4.0)}
         return cls(
-            params, jnp.asarray(z["smooth_y0"]), jnp.asarray(z["smooth_target"]), jnp.asarray(z["smooth_guess"]), serial
+            params,
+            jnp.asarray(z["smooth_y0"]),
+            jnp.asarray(z["smooth_target"]),
+            jnp.asarray(z["smooth_guess"]),
+            serial,
         )
 
 
@@ -116,9 +128,13 @@ def conv_step(y, layer):
 
     def conv(x, w, b):
         shifted = jnp.einsum("bcq,pq->bcp", x, shifts(*space)).reshape(batch, channels, 9, -1)
-        return jax.nn.relu(jnp.einsum("bckp,ock->bop", shifted, w.reshape(*w.shape[:2], 9)) + b[None, :, None])
+        return jax.nn.relu(
+            jnp.einsum("bckp,ock->bop", shifted, w.reshape(*w.shape[:2], 9)) + b[None, :, None]
+        )
 
-    return y + layer.dt * conv(conv(y.reshape(batch, channels, -1), w1, b1), w2, b2).reshape(y.shape)
+    return y + layer.dt * conv(conv(y.reshape(batch, channels, -1), w1, b1), w2, b2).reshape(
+        y.shape
+    )
 
 
 def cases(folder: Path, name: str) -> list[dict]:

@@ -30,9 +30,14 @@ def training_step(layers: int, solver: Solver, adjoint_solver: Solver | None = N
     width = 4
 
     def loss(params: jax.Array, y0: jax.Array) -> jax.Array:
-        return jnp.sum(lp_jax.solve(layer, params, y0, solver=solver, adjoint_solver=adjoint_solver).y1 ** 2)
+        return jnp.sum(
+            lp_jax.solve(layer, params, y0, solver=solver, adjoint_solver=adjoint_solver).y1 ** 2
+        )
 
-    shapes = jax.ShapeDtypeStruct((layers, width, width), jnp.float32), jax.ShapeDtypeStruct((1, width), jnp.float32)
+    shapes = (
+        jax.ShapeDtypeStruct((layers, width, width), jnp.float32),
+        jax.ShapeDtypeStruct((1, width), jnp.float32),
+    )
     return cost(jax.value_and_grad(loss), *shapes, unit=2 * width**2)
 
 

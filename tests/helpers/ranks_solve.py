@@ -45,7 +45,11 @@ def cut(tree, run):
 def same_everywhere(tree):
     """Bit for bit on every rank."""
     theirs = COMM.comm.allgather([np.asarray(x) for x in jax.tree.leaves(tree)])
-    assert all(np.array_equal(a, b, equal_nan=True) for rank in theirs for a, b in zip(rank, theirs[0], strict=True))
+    assert all(
+        np.array_equal(a, b, equal_nan=True)
+        for rank in theirs
+        for a, b in zip(rank, theirs[0], strict=True)
+    )
 
 
 def close(got, wanted, rtol=1e-11, atol=1e-12):
@@ -58,7 +62,9 @@ def on_one_device(compute, names=("",)):
 
     Who has to wait sleeps: MPI itself would keep a core busy with waiting.
     """
-    found = {name: jax.tree.map(np.asarray, compute(name)) for name in names[COMM.rank :: COMM.size]}
+    found = {
+        name: jax.tree.map(np.asarray, compute(name)) for name in names[COMM.rank :: COMM.size]
+    }
     everyone = COMM.comm.Ibarrier()
     while not everyone.Test():
         time.sleep(0.01)
@@ -79,7 +85,9 @@ def solvers(names):
         got = mesh.everything(solver, comm, operands=(cut(params, run), y0, shared, cut(data, run)))
         stride = solver.resolve(battery.N).stride(battery.N)
         points = slice(-(-run.start // stride), -(-run.stop // stride))
-        mesh.assert_same(got, (y1, cut(trajectory, points), (cut(of_params, run), *of_all, of_data[run]), stats))
+        mesh.assert_same(
+            got, (y1, cut(trajectory, points), (cut(of_params, run), *of_all, of_data[run]), stats)
+        )
         same_everywhere((got[0], got[2][1:3], got[3]))
 
 
@@ -90,7 +98,10 @@ def small(names):
     Complex numbers are compared with those of a communicator of one rank.
     """
     n = 3
-    solver, adjoint = lp_jax.MGRIT(coarsening=2, iterations=2, coarse_step=INJECT), lp_jax.Picard(sweeps=2)
+    solver, adjoint = (
+        lp_jax.MGRIT(coarsening=2, iterations=2, coarse_step=INJECT),
+        lp_jax.Picard(sweeps=2),
+    )
     run, tolerances = mine(n, solver, adjoint), {"mixed": 2e-2, "complex": 1e-12}
 
     @functools.partial(jax.jit, static_argnums=4)
@@ -101,7 +112,9 @@ def small(names):
             y = jax.tree.map(lambda u: u + scale(u.dtype) * (u * u) if u.size else u, y)
             return y, (layer.index, layer.t)
 
-        solution = lp_jax.solve(step, params, y0, t1=t1, solver=solver, adjoint_solver=adjoint, has_aux=True, comm=comm)
+        solution = lp_jax.solve(
+            step, params, y0, t1=t1, solver=solver, adjoint_solver=adjoint, has_aux=True, comm=comm
+        )
         loss = sum(jnp.sum(jnp.abs(u).astype(jnp.float64)) for u in jax.tree.leaves(solution.y1))
         return loss, solution.aux
 
@@ -119,13 +132,17 @@ def small(names):
 
     names = tuple(names.split(","))
     alone = lp_jax.MPIComm(COMM.comm.Split(COMM.rank))
-    wanted = on_one_device(lambda name: found(name, slice(None), alone if name == "complex" else None), names)
+    wanted = on_one_device(
+        lambda name: found(name, slice(None), alone if name == "complex" else None), names
+    )
     for name, ((loss, (index, t)), (of_params, *of_all)) in wanted.items():
         (got, aux), gradients = found(name, run, COMM)
         np.testing.assert_allclose(got, loss, rtol=tolerances[name])
         np.testing.assert_array_equal(aux[0], index[run])
         np.testing.assert_array_equal(aux[1], t[run])
-        for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves((of_params[run], *of_all)), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(gradients), jax.tree.leaves((of_params[run], *of_all)), strict=True
+        ):
             assert a.dtype == b.dtype
             x, y = (np.asarray(x, complex) for x in (a, b))
             np.testing.assert_allclose(x, y, rtol=tolerances[name], atol=tolerances[name])
@@ -152,7 +169,9 @@ def one_shot(_=None):
             given = {} if restart is None else restart._asdict()
             options = {"solver": solver, "adjoint_solver": adjoint_solver, "comm": comm}
             solution = lp_jax.solve(dense_step, params["trunk"], batch, **options, **given)
-            info = train.Info(jnp.int32(3), solution.stats, solution.result, trajectory=solution.trajectory)
+            info = train.Info(
+                jnp.int32(3), solution.stats, solution.result, trajectory=solution.trajectory
+            )
             return jnp.mean(solution.y1**2), info
 
         options = {"line_search": train.Backtracking(), "ranks": None if comm is None else ranks}
@@ -165,7 +184,10 @@ def one_shot(_=None):
 
     step_fn, first = begin(cut(params, run), ranks.layers)
     state = two_steps(step_fn, first)
-    folder, empty = COMM.comm.bcast(tempfile.mkdtemp()), lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x), tree)
+    folder, empty = (
+        COMM.comm.bcast(tempfile.mkdtemp()),
+        lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x), tree),
+    )
     with train.Checkpoints(folder, config={}, ranks=ranks) as checkpoints:
         checkpoints.save(state)
     whole = ranks.gather(state)
@@ -199,7 +221,9 @@ def outputs():
     run = mine(test.N, solver)
 
     def loss(params, y0, shared):
-        solution = lp_jax.solve(test.step, params, y0, shared=shared, t1=2.0, solver=solver, has_aux=True, comm=COMM)
+        solution = lp_jax.solve(
+            test.step, params, y0, shared=shared, t1=2.0, solver=solver, has_aux=True, comm=COMM
+        )
         off = jnp.sum((solution.aux["out"] - test.TARGET[run]) ** 2) / test.TARGET.size
         return jnp.sum(solution.y1**2) + off + 0.1 * jnp.sum(solution.aux["norm"])
 
@@ -231,11 +255,15 @@ def depths(_=None):
     def nested(comm, batches, **options):
         schedule = [train.Depth(n, 2, solver) for n in (8, 16)]
         options = {"steps_per_epoch": 1, "checkpoint_every": 1, **options}
-        _, state, log = train.nested(network(8, comm), optax.adam(1e-2), batches, schedule, **options)
+        _, state, log = train.nested(
+            network(8, comm), optax.adam(1e-2), batches, schedule, **options
+        )
         return state, [row["loss"] for row in log.of("train")]
 
     def mgopt(comm, **options):
-        step_fn, state = contrib.mgopt(network(8, comm), optax.sgd(1e-2), post=0, coarsest=1, **options)
+        step_fn, state = contrib.mgopt(
+            network(8, comm), optax.sgd(1e-2), post=0, coarsest=1, **options
+        )
         losses = []
         for _ in range(3):
             state, metrics = step_fn(state, batch, solver, None)
@@ -259,7 +287,9 @@ def depths(_=None):
         if whole is not None:
             np.testing.assert_allclose(losses, losses_alone, rtol=1e-11)
             close(whole, alone, 1e-9)
-    with pytest.raises(ValueError, match=r"cannot move between ranks, which hold \[4, 2\] of 6 .* \[6, 6\] of 12"):
+    with pytest.raises(
+        ValueError, match=r"cannot move between ranks, which hold \[4, 2\] of 6 .* \[6, 6\] of 12"
+    ):
         staying(nnx.eval_shape(lambda: network(6, COMM)).trunk, 12)
     with pytest.raises(ValueError, match="each has only its run"):
         nn.refine(network(8, COMM).trunk, how="linear")
@@ -284,7 +314,9 @@ def grid(copies):
 
     def loss_fn(comm, params, batch, solver, adjoint_solver):
         x, y = batch
-        solution = lp_jax.solve(dense_step, params["trunk"], x, solver=solver, adjoint_solver=adjoint_solver, comm=comm)
+        solution = lp_jax.solve(
+            dense_step, params["trunk"], x, solver=solver, adjoint_solver=adjoint_solver, comm=comm
+        )
         right = jnp.abs(solution.y1 @ params["closing"] - y)
         info = train.Info(
             jnp.int32(right.size), solution.stats, solution.result, jnp.sum(right < 1, dtype=jnp.int32),
@@ -309,7 +341,9 @@ def grid(copies):
     here = {"trunk": cut(params["trunk"], run), "closing": params["closing"]}
     local = ranks.local_batch((inputs, answers))
     assert len(local[0]) == batch // int(copies)
-    state, seen = three_steps(ranks.loss(functools.partial(loss_fn, ranks.layers)), here, local, ranks)
+    state, seen = three_steps(
+        ranks.loss(functools.partial(loss_fn, ranks.layers)), here, local, ranks
+    )
     close(seen, wanted[1], atol=0)
     whole = ranks.gather(state)
     assert (whole is None) == (COMM.rank > 0)
@@ -357,7 +391,9 @@ def spline(_=None):
     same_everywhere(got)
     ordinary = test_spline.make_trunk(comm=COMM)
     for call in (nn.refine, nn.unstack):
-        with pytest.raises(ValueError, match=f"spread over {COMM.size} ranks|cannot move between ranks"):
+        with pytest.raises(
+            ValueError, match=f"spread over {COMM.size} ranks|cannot move between ranks"
+        ):
             call(ordinary)
 
 
@@ -368,7 +404,9 @@ def modules(_=None):
 
     run = mine(architectures.LAYERS, architectures.SOLVER)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        for name, (of_all, expected) in on_one_device(architectures.everything, ("batch norm", "gru")).items():
+        for name, (of_all, expected) in on_one_device(
+            architectures.everything, ("batch norm", "gru")
+        ).items():
             of_mine, common = architectures.everything(name, COMM)
             architectures.assert_same((of_mine, common), (cut(of_all, run), expected))
             same_everywhere(common)
@@ -401,9 +439,14 @@ def messages(_=None):
         counts = count(jax.make_jaxpr(run)(params, y0).jaxpr)
         assert counts.pop(("allreduce", f"float64[{batch * width}]")) == 1
         assert counts.pop(("allreduce", f"float64[{cycles}]")) == 1
-        inner = 0 < COMM.rank < COMM.size - 1  # passes the relay's state on by two calls: it waits, works and sends
+        inner = (
+            0 < COMM.rank < COMM.size - 1
+        )  # passes the relay's state on by two calls: it waits, works and sends
         relayed = cycles * (2 if inner else 1) if sequential == "relay" else 0
-        assert counts.pop(("sendrecv", f"float64[{batch * width}]")) == cycles * (1 + 2 + 1) + 1 + relayed
+        assert (
+            counts.pop(("sendrecv", f"float64[{batch * width}]"))
+            == cycles * (1 + 2 + 1) + 1 + relayed
+        )
         # the right-hand side in every cycle, the parameters once
         assert sum(counts.values()) == (0 if sequential == "relay" else cycles + 1), counts
         assert {name for name, _ in counts} <= {"allgather"}
@@ -413,7 +456,11 @@ def messages(_=None):
 def disagree(_=None):
     """Every rank says what the ranks disagree on."""
     step = lambda y, layer: y + layer.dt.astype(y.dtype) * layer.params.astype(y.dtype) * y  # noqa: E731
-    own = {"params": jnp.ones(16)[mine(16, lp_jax.MGRIT(coarsening=2))], "y0": jnp.ones(3), "t1": 2.0}
+    own = {
+        "params": jnp.ones(16)[mine(16, lp_jax.MGRIT(coarsening=2))],
+        "y0": jnp.ones(3),
+        "t1": 2.0,
+    }
     own["solver"] = lp_jax.MGRIT(coarsening=2)
     others = {  # what one rank passes otherwise
         r"on the layers: params, data\[0\] is float64\[\] on rank 0 and float32\[\] on rank 1": (
@@ -449,7 +496,19 @@ def refused(_=None):
     folder = Path(COMM.comm.bcast(tempfile.mkdtemp()))
     data = folder / f"{COMM.rank}.npz"
     np.savez(data, x=np.zeros((60, 3)), y=np.arange(60) % 2)
-    training = ["train", "arrays", "--mpi", "--data", str(data), "--batch-size", "8", "--layers", "8", "--width", "4"]
+    training = [
+        "train",
+        "arrays",
+        "--mpi",
+        "--data",
+        str(data),
+        "--batch-size",
+        "8",
+        "--layers",
+        "8",
+        "--width",
+        "4",
+    ]
     for options, message in REFUSED.items():
         if not options:
             alone = lp_jax.MPIComm(COMM.comm.Split(COMM.rank))
@@ -459,7 +518,9 @@ def refused(_=None):
             main([*training, *options, "--out", str(folder / "run")])
         assert caught.value.code in (1, 2)
         (line,) = [line for line in said.getvalue().splitlines() if "lp-jax: " in line] or [""]
-        assert re.search(message, line) if COMM.rank == 0 or not options else not line, said.getvalue()
+        assert re.search(message, line) if COMM.rank == 0 or not options else not line, (
+            said.getvalue()
+        )
         assert "Traceback" not in said.getvalue()
 
 
@@ -497,8 +558,13 @@ def apart(how):
     comm = lp_jax.MPIComm(COMM.comm.Dup(), patience=3.0, check=True)
     if how == "leaves" and comm.rank == 1:
         sys.exit(0)
-    step, solver = lambda y, layer: y + layer.dt * layer.params * y, lp_jax.MGRIT(coarsening=2, coarse_step=INJECT)
-    gradient = jax.jit(jax.grad(lambda params, y0: lp_jax.solve(step, params, y0, solver=solver, comm=comm).y1))
+    step, solver = (
+        lambda y, layer: y + layer.dt * layer.params * y,
+        lp_jax.MGRIT(coarsening=2, coarse_step=INJECT),
+    )
+    gradient = jax.jit(
+        jax.grad(lambda params, y0: lp_jax.solve(step, params, y0, solver=solver, comm=comm).y1)
+    )
     params, y0 = jnp.ones(16)[mine(16, solver)], jnp.ones(())
     jax.block_until_ready(gradient(params, y0))  # equal numbers pass
     if how == "numbers":

@@ -17,7 +17,12 @@ LENGTHS = jnp.asarray([12, 5, 1])
 
 
 def make(implicit, **options):
-    settings = {"units": UNITS, "dt": 0.7, "param_dtype": jnp.float64, "rngs": nnx.Rngs(0)} | options
+    settings = {
+        "units": UNITS,
+        "dt": 0.7,
+        "param_dtype": jnp.float64,
+        "rngs": nnx.Rngs(0),
+    } | options
     return nn.GRU(FEATURES, HIDDEN, implicit=implicit, **settings)
 
 
@@ -35,11 +40,17 @@ def loop(weights, x, implicit, lengths, dt=0.7):
         (t, u), new = now, []
         for h, (wx, bx, wh, bh) in zip(hs, weights, strict=True):
             (wxr, wxz, wxn), (whr, whz, whn) = (jnp.split(w, 3, axis=1) for w in (wx, wh))
-            (bxr, bxz, bxn), (bhr, bhz, bhn) = ([b[None] for b in jnp.split(b, 3)] for b in (bx, bh))
+            (bxr, bxz, bxn), (bhr, bhz, bhn) = (
+                [b[None] for b in jnp.split(b, 3)] for b in (bx, bh)
+            )
             r = 1 / (1 + jnp.exp(-(u @ wxr + bxr + h @ whr + bhr)))
             z = 1 / (1 + jnp.exp(-(u @ wxz + bxz + h @ whz + bhz)))
             n = jnp.tanh(u @ wxn + bxn + r * (h @ whn + bhn))
-            u = (h + dt * (1 - z) * n) / (1 + dt * (1 - z)) if implicit else h + dt * (1 - z) * (n - h)
+            u = (
+                (h + dt * (1 - z) * n) / (1 + dt * (1 - z))
+                if implicit
+                else h + dt * (1 - z) * (n - h)
+            )
             if lengths is not None:
                 u = jnp.where((t < lengths)[:, None], u, h)
             new.append(u)

@@ -41,7 +41,9 @@ def test_exported_layers_run_in_numpy():
     for layer in jax.tree.map(np.asarray, nn.unstack(trunk)):
         hidden = np.tanh(u @ layer["inner"]["kernel"] + layer["inner"]["bias"])
         u = u + 1.5 / LAYERS * (hidden @ layer["outer"]["kernel"] + layer["outer"]["bias"])
-    np.testing.assert_allclose(trunk.solve(jnp.asarray(y), solver=lp_jax.Serial()).y1, u, rtol=1e-14)
+    np.testing.assert_allclose(
+        trunk.solve(jnp.asarray(y), solver=lp_jax.Serial()).y1, u, rtol=1e-14
+    )
 
 
 @pytest.fixture
@@ -60,7 +62,9 @@ def test_a_model_comes_back_bit_for_bit(file):
     nn.save(file, model)
     layers = ("trunk.layers.linear", "closing.layers.0", "closing.layers.1")
     names = {f"{layer}.{kind}" for layer in layers for kind in ("bias", "kernel")}
-    assert set(header(file)) == names | {f"trunk.layers.norm.{kind}" for kind in ("bias", "scale", "mean", "var")}
+    assert set(header(file)) == names | {
+        f"trunk.layers.norm.{kind}" for kind in ("bias", "scale", "mean", "var")
+    }
     params = nnx.to_pure_dict(nnx.state(model))
     for like in (None, params, model, nnx.state(other), jax.eval_shape(lambda: params)):
         assert_same(nn.load(file, like=like), params)
@@ -71,14 +75,31 @@ def test_a_model_comes_back_bit_for_bit(file):
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-DTYPES = ["int8", "uint16", "int32", "uint64", "float16", "bfloat16", "float32", "float64", "complex64"]
+DTYPES = [
+    "int8",
+    "uint16",
+    "int32",
+    "uint64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+]
 
 
 def test_all_dtypes_and_shapes(file):
     bits = np.random.default_rng(0).integers(0, 255, 24 * 8, np.uint8).tobytes()
     params = {name: jnp.asarray(np.frombuffer(bits, name, 24).reshape(2, 3, 4)) for name in DTYPES}
-    params |= {"bool": jnp.asarray([True, False]), "scalar": jnp.asarray(2.5), "empty": jnp.zeros((0, 3))}
-    params |= {"nested": {3: jnp.ones(1)}, "transposed": np.arange(6.0).reshape(2, 3).T}  # which is not contiguous
+    params |= {
+        "bool": jnp.asarray([True, False]),
+        "scalar": jnp.asarray(2.5),
+        "empty": jnp.zeros((0, 3)),
+    }
+    params |= {
+        "nested": {3: jnp.ones(1)},
+        "transposed": np.arange(6.0).reshape(2, 3).T,
+    }  # which is not contiguous
     nn.save(file, params)
     assert_same(nn.load(file), params)
     assert_same(nn.load(file, like=params), params)
@@ -90,7 +111,9 @@ def test_lists_and_tuples_have_numbers_for_names(file):
     assert set(header(file)) == {f"layers.{i}.{j}" for i in (0, 1) for j in (0, 1)}
     assert_same(nn.load(file, like=params), params)
     assert_same(nn.load(file)["layers"][1], {0: jnp.ones(1), 1: jnp.zeros(1)})
-    safetensors.numpy.save_file({"encoder.0.weight": np.ones((2, 3))}, file, metadata={"format": "pt"})
+    safetensors.numpy.save_file(
+        {"encoder.0.weight": np.ones((2, 3))}, file, metadata={"format": "pt"}
+    )
     assert_same(nn.load(file), {"encoder": {0: {"weight": jnp.ones((2, 3))}}})
 
 
@@ -118,8 +141,14 @@ PARAMS = {"inner": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
     ("inner", "message"),
     [
         ({"scale": jnp.ones(3)}, r"inner.scale is absent there and float64\[3\] here"),
-        ({"kernel": jnp.ones((2, 4))}, r"inner.kernel is float64\[2, 3\] there and float64\[2, 4\] here"),
-        ({"bias": jnp.ones(3, "float32")}, r"inner.bias is float64\[3\] there and float32\[3\] here"),
+        (
+            {"kernel": jnp.ones((2, 4))},
+            r"inner.kernel is float64\[2, 3\] there and float64\[2, 4\] here",
+        ),
+        (
+            {"bias": jnp.ones(3, "float32")},
+            r"inner.bias is float64\[3\] there and float32\[3\] here",
+        ),
     ],
 )
 def test_parameters_of_another_network_are_refused(file, inner, message):
@@ -137,7 +166,10 @@ def test_bad_files_are_refused(file):
     whole = file.read_bytes()
     for data in (b"", b"not a file of parameters", whole[:50], whole[:-1], whole + b"more"):
         file.write_bytes(data)
-        with pytest.raises(ValueError, match=r"params\.safetensors is not a file of safetensors, or is incomplete: "):
+        with pytest.raises(
+            ValueError,
+            match=r"params\.safetensors is not a file of safetensors, or is incomplete: ",
+        ):
             nn.load(file)
     file.write_bytes(safetensors.numpy.save({"w": np.ones(2), "w.b": np.ones(2)}))
     with pytest.raises(ValueError, match=r"a part of the name w\.b is the name of another array"):

@@ -7,7 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from recurrent import BATCH, FEATURES, HIDDEN, LENGTHS, STEPS, TARGET, UNITS, X, assert_close, loop, make, weights
+from recurrent import (
+    BATCH,
+    FEATURES,
+    HIDDEN,
+    LENGTHS,
+    STEPS,
+    TARGET,
+    UNITS,
+    X,
+    assert_close,
+    loop,
+    make,
+    weights,
+)
 
 import lp_jax
 from lp_jax import nn
@@ -55,7 +68,10 @@ def test_a_recurrent_step_with_a_gradient_of_its_own():
     def clipped(h):
         return jnp.tanh(h)
 
-    clipped.defvjp(lambda h: (jnp.tanh(h), h), lambda h, bar: (jnp.clip(bar, -10.0, 10.0) * (1 - jnp.tanh(h) ** 2),))
+    clipped.defvjp(
+        lambda h: (jnp.tanh(h), h),
+        lambda h, bar: (jnp.clip(bar, -10.0, 10.0) * (1 - jnp.tanh(h) ** 2),),
+    )
 
     def step(y, layer):
         w, x = layer.shared, layer.data
@@ -76,16 +92,26 @@ def test_a_recurrent_step_with_a_gradient_of_its_own():
     [
         (lambda rngs: nn.GRU(0, 4, rngs=rngs), ValueError, "features must be at least 1; got 0"),
         (lambda rngs: nn.GRU(3, 4, units=1.5, rngs=rngs), TypeError, "units must be an integer"),
-        (lambda rngs: nn.GRU(3, 4, solver="MGRIT", rngs=rngs), TypeError, "solver must be a solver"),
+        (
+            lambda rngs: nn.GRU(3, 4, solver="MGRIT", rngs=rngs),
+            TypeError,
+            "solver must be a solver",
+        ),
         (lambda rngs: nn.ParaLSTM(3, 0, rngs=rngs), ValueError, "hidden must be at least 1; got 0"),
-        (lambda rngs: nn.ParaGRU(3, 4, rngs=rngs)(jnp.ones((2, 7))), ValueError, r"ParaGRU takes .* got \(2, 7\)"),
+        (
+            lambda rngs: nn.ParaGRU(3, 4, rngs=rngs)(jnp.ones((2, 7))),
+            ValueError,
+            r"ParaGRU takes .* got \(2, 7\)",
+        ),
         (
             lambda rngs: nn.GRU(3, 4, rngs=rngs)(jnp.ones((2, 8, 5), "float32")),
             ValueError,
             r"sequences of 3 features, \(batch, time, 3\); got \(2, 8, 5\)",
         ),
         (
-            lambda rngs: nn.GRU(3, 4, rngs=rngs)((jnp.ones((2, 8, 3), "float32"), jnp.ones(3, int))),
+            lambda rngs: nn.GRU(3, 4, rngs=rngs)(
+                (jnp.ones((2, 8, 3), "float32"), jnp.ones(3, int))
+            ),
             ValueError,
             r"lengths must be 2 integers, one for each sequence; got int64\[3\]",
         ),

@@ -20,7 +20,9 @@ import lp_jax
 from lp_jax import nn
 
 LAYERS = 6
-EXACT = lp_jax.MGRIT(coarsening=2, iterations=3, coarse_step=INJECT)  # three intervals: exact after three cycles
+EXACT = lp_jax.MGRIT(
+    coarsening=2, iterations=3, coarse_step=INJECT
+)  # three intervals: exact after three cycles
 
 
 def dense(rngs, **options):
@@ -69,7 +71,9 @@ def test_conv_residual_is_its_formula(kernel, norm, standard_promotion):
 
     def norm_of(y):
         if norm == "group":
-            return normalised(y.reshape(*y.shape[:-1], 2, 2), (*range(1, y.ndim - 1), y.ndim)).reshape(y.shape)
+            return normalised(
+                y.reshape(*y.shape[:-1], 2, 2), (*range(1, y.ndim - 1), y.ndim)
+            ).reshape(y.shape)
         return y
 
     first, second = (np.asarray(conv.kernel[...]) for conv in (layer.conv1, layer.conv2))
@@ -161,12 +165,18 @@ def test_overriding_the_solver_overrides_the_adjoint_too():
 
 
 def test_settings_are_static_and_parameters_are_the_only_state():
-    tolerant = lp_jax.MGRIT(iterations=9, rtol=jnp.asarray(1e-9), coarse_step=lp_jax.Picard(sweeps=1))
-    trunk = make_trunk(solver=tolerant, adjoint_solver=lp_jax.MGRIT(c_weight=1.3), t1=np.float32(2.0))
+    tolerant = lp_jax.MGRIT(
+        iterations=9, rtol=jnp.asarray(1e-9), coarse_step=lp_jax.Picard(sweeps=1)
+    )
+    trunk = make_trunk(
+        solver=tolerant, adjoint_solver=lp_jax.MGRIT(c_weight=1.3), t1=np.float32(2.0)
+    )
     graphdef, state = nnx.split(trunk)
     assert {type(value) for _, value in nnx.to_flat_state(state)} == {nnx.Param}
     assert all(x.shape[0] == LAYERS for x in jax.tree.leaves(state))
-    alike = make_trunk(solver=tolerant, adjoint_solver=lp_jax.MGRIT(c_weight=1.3), t1=2.0, rngs=nnx.Rngs(7))
+    alike = make_trunk(
+        solver=tolerant, adjoint_solver=lp_jax.MGRIT(c_weight=1.3), t1=2.0, rngs=nnx.Rngs(7)
+    )
     assert nnx.graphdef(alike) == graphdef and hash(nnx.graphdef(alike)) == hash(graphdef)
     assert nnx.graphdef(make_trunk(solver=lp_jax.MGRIT(iterations=9, rtol=1e-8))) != graphdef
 
@@ -217,9 +227,13 @@ class Placed(nnx.Module):
 
 def test_places_of_stacked_parameters_are_those_of_nnx_vmap():
     axes = (AxisType.Auto,) * 2
-    with jax.set_mesh(jax.make_mesh((1, 2), ("layers", "model"), axis_types=axes, devices=jax.devices()[:2])):
+    with jax.set_mesh(
+        jax.make_mesh((1, 2), ("layers", "model"), axis_types=axes, devices=jax.devices()[:2])
+    ):
         trunk = nn.LayerParallel(Placed, 8, rngs=nnx.Rngs(0))
-        make = nnx.vmap(Placed, in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        make = nnx.vmap(
+            Placed, in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"}
+        )
         stacked = nnx.split_rngs(splits=8)(make)(nnx.Rngs(0))
         spec = nnx.get_partition_spec(nnx.state(trunk))["layers"]["inner"]["kernel"].get_value()
         assert spec == PartitionSpec("layers", None, "model")
@@ -231,7 +245,9 @@ def test_classifier_composes_opening_trunk_and_closing():
     model, x = make_classifier(nnx.Rngs(0)), normal((7, 4, 4, 1))
     kernels = jax.device_get(nnx.to_pure_dict(nnx.state(model), lambda x: x[...]))
     wanted = np.tanh(np.reshape(x, (7, 16)) @ kernels["opening"]["linear"]["kernel"])
-    for w, b in zip(*(kernels["trunk"]["layers"]["inner"][name] for name in ("kernel", "bias")), strict=True):
+    for w, b in zip(
+        *(kernels["trunk"]["layers"]["inner"][name] for name in ("kernel", "bias")), strict=True
+    ):
         wanted = wanted + np.tanh(wanted @ w + b) / LAYERS
     first, last = (np.asarray(layer.kernel[...]) for layer in model.closing.layers)
     wanted = np.maximum(wanted @ first, 0.0) @ last
@@ -248,7 +264,9 @@ def test_training_with_an_nnx_optimizer(standard_promotion):
 
     @nnx.jit
     def train_step(model, optimizer):
-        loss = lambda model: optax.softmax_cross_entropy_with_integer_labels(model(x), labels).mean()  # noqa: E731
+        loss = lambda model: optax.softmax_cross_entropy_with_integer_labels(  # noqa: E731
+            model(x), labels
+        ).mean()
         value, gradients = nnx.value_and_grad(loss)(model)
         optimizer.update(model, gradients)
         return value
@@ -287,12 +305,18 @@ def traced(call):
 
 def test_modules_built_alike_share_a_program_and_a_compiled_step_does_not_trace_again():
     (step, _), (again, _) = (nn.stack(Counted, LAYERS, rngs=nnx.Rngs(seed)) for seed in (0, 1))
-    assert step == again and hash(step) == hash(again) and step != nn.stack(dense, LAYERS, rngs=nnx.Rngs(0))[0]
+    assert (
+        step == again
+        and hash(step) == hash(again)
+        and step != nn.stack(dense, LAYERS, rngs=nnx.Rngs(0))[0]
+    )
     trunk, y = make_trunk(make=Counted), normal((3, 5))
 
     @nnx.jit
     def gradient(trunk, y, solver=None):
-        return nnx.value_and_grad(lambda trunk: jnp.sum(trunk.solve(y, solver=solver).y1 ** 2))(trunk)
+        return nnx.value_and_grad(lambda trunk: jnp.sum(trunk.solve(y, solver=solver).y1 ** 2))(
+            trunk
+        )
 
     assert traced(lambda: gradient(trunk, y)) > 0
     trunk.layers.linear.kernel[...] *= 2
@@ -325,7 +349,9 @@ def test_dropout_masks_depend_on_key_and_layer_alone():
         solved = lambda trunk: trunk.solve(y, data=keys, solver=solver).y1  # noqa: E731
         return nnx.grad(lambda trunk: (jnp.sum(y1 := solved(trunk)), y1), has_aux=True)(trunk)
 
-    (gradient, got), (exact, serial) = (run(trunk, y, keys, solver) for solver in (EXACT, lp_jax.Serial()))
+    (gradient, got), (exact, serial) = (
+        run(trunk, y, keys, solver) for solver in (EXACT, lp_jax.Serial())
+    )
     assert_close(got, wanted)
     assert_close(serial, wanted)
     assert_close(gradient, exact)
@@ -371,7 +397,9 @@ def test_a_layer_may_take_data_and_a_key():
     assert_close(trunk(y, data=data), np.asarray(y) + np.mean(w * data, 0))
     assert_close(trunk(y, data=data, key=key), np.asarray(y) + np.mean(w * data + noise, 0))
     step, params = nn.stack(Driven, LAYERS, rngs=nnx.Rngs(0))
-    assert_close(lp_jax.solve(step, params, y, data=data, solver=EXACT).y1, trunk(y, data=data), rtol=0)
+    assert_close(
+        lp_jax.solve(step, params, y, data=data, solver=EXACT).y1, trunk(y, data=data), rtol=0
+    )
 
 
 ONES, NO_WORD = jnp.ones((3, 5)), r"but DenseResidual\.__call__ has no such keyword"
@@ -385,11 +413,18 @@ class Attending(nnx.Module):
 
     def __call__(self, y, t, dt, *, shared, index):
         memory, mask = shared
-        return y + dt * jnp.where(mask, nnx.tanh(self.linear(y) + memory) * (1 + index % 3).astype(y.dtype), 0.0)
+        return y + dt * jnp.where(
+            mask, nnx.tanh(self.linear(y) + memory) * (1 + index % 3).astype(y.dtype), 0.0
+        )
 
 
 def test_layers_get_what_they_share_and_their_index():
-    trunk, y, memory, mask = make_trunk(make=Attending), normal((3, 5)), normal((3, 5), 7), normal((3, 5), 8) > 0
+    trunk, y, memory, mask = (
+        make_trunk(make=Attending),
+        normal((3, 5)),
+        normal((3, 5), 7),
+        normal((3, 5), 8) > 0,
+    )
 
     def plain(linear, y, memory):
         for n in range(LAYERS):
@@ -412,7 +447,9 @@ def test_layers_get_what_they_share_and_their_index():
 
 def test_running_statistics_come_from_the_final_sweep(standard_promotion):
     trunk, y, target = make_trunk(make=BatchNormed), normal((8, 5)), normal((8, 5), 2)
-    kernel, bias = (np.asarray(x[...]) for x in (trunk.layers.linear.kernel, trunk.layers.linear.bias))
+    kernel, bias = (
+        np.asarray(x[...]) for x in (trunk.layers.linear.kernel, trunk.layers.linear.bias)
+    )
 
     def loop(kernel, y):
         means, variances = [], []
@@ -425,7 +462,9 @@ def test_running_statistics_come_from_the_final_sweep(standard_promotion):
         return jnp.sum((y - target) ** 2), (jnp.concatenate(means), jnp.concatenate(variances))
 
     gradient = nnx.jit(nnx.grad(lambda trunk, y: jnp.sum((trunk(y) - target) ** 2)))(trunk, y)
-    by_hand, (means, variances) = jax.device_get(jax.jit(jax.grad(loop, has_aux=True))(jnp.asarray(kernel), y))
+    by_hand, (means, variances) = jax.device_get(
+        jax.jit(jax.grad(loop, has_aux=True))(jnp.asarray(kernel), y)
+    )
     assert_close(gradient["layers"]["linear"]["kernel"][...], by_hand, rtol=1e-10)
     norm = trunk.layers.norm
     assert_close((norm.mean[...], norm.var[...]), (means, variances), rtol=1e-12)
@@ -433,7 +472,10 @@ def test_running_statistics_come_from_the_final_sweep(standard_promotion):
     trunk.eval()
     u = np.asarray(y)
     for n in range(LAYERS):
-        u = u + np.tanh((u @ kernel[n] + bias[n] - means[n]) / np.sqrt(variances[n] + 1e-5)) / LAYERS
+        u = (
+            u
+            + np.tanh((u @ kernel[n] + bias[n] - means[n]) / np.sqrt(variances[n] + 1e-5)) / LAYERS
+        )
     assert_close(jax.jit(trunk)(y), u)  # closed over by jit: nothing may change in it
     assert_close(norm.mean[...], means, rtol=1e-12)
     trunk.train()
@@ -460,21 +502,57 @@ CONSTANT = r"frequencies \(.*\)\..*make it an nnx.Param, or compute it in __call
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda rngs: nn.stack(dense, 0, rngs=rngs), ValueError, "num_layers must be at least 1; got 0"),
-        (lambda rngs: nn.stack(dense, 4, rngs=0), TypeError, r"rngs must be an nnx.Rngs, like nnx.Rngs\(0\); got 0"),
-        (lambda rngs: nn.stack(lambda rngs: nnx.tanh, 4, rngs=rngs), TypeError, "must build an nnx.Module; got"),
+        (
+            lambda rngs: nn.stack(dense, 0, rngs=rngs),
+            ValueError,
+            "num_layers must be at least 1; got 0",
+        ),
+        (
+            lambda rngs: nn.stack(dense, 4, rngs=0),
+            TypeError,
+            r"rngs must be an nnx.Rngs, like nnx.Rngs\(0\); got 0",
+        ),
+        (
+            lambda rngs: nn.stack(lambda rngs: nnx.tanh, 4, rngs=rngs),
+            TypeError,
+            "must build an nnx.Module; got",
+        ),
         (lambda rngs: nn.stack(BatchNormed, 4, rngs=rngs), ValueError, STATISTICS),
         (lambda rngs: nn.stack(StoredKeys, 4, rngs=rngs), ValueError, KEYS),
         (lambda rngs: make_trunk(make=StoredKeys), ValueError, KEYS),
         (lambda rngs: nn.stack(Constant, 4, rngs=rngs), ValueError, CONSTANT),
-        (lambda rngs: make_trunk(solver=lp_jax.MGRIT), TypeError, "solver must be a solver.*not MGRIT"),
-        (lambda rngs: make_trunk()(ONES, data=jnp.arange(LAYERS)), TypeError, rf"data was given, {NO_WORD}.*data=None"),
+        (
+            lambda rngs: make_trunk(solver=lp_jax.MGRIT),
+            TypeError,
+            "solver must be a solver.*not MGRIT",
+        ),
+        (
+            lambda rngs: make_trunk()(ONES, data=jnp.arange(LAYERS)),
+            TypeError,
+            rf"data was given, {NO_WORD}.*data=None",
+        ),
         (lambda rngs: make_trunk()(ONES, shared=ONES), TypeError, f"shared was given, {NO_WORD}"),
-        (lambda rngs: make_trunk(make=Dropped)(ONES, data=jnp.arange(LAYERS + 1)), ValueError, "leading length"),
-        (lambda rngs: dense(rngs, norm="group"), ValueError, "norm must be 'layer' or 'batch', or None"),
-        (lambda rngs: conv(rngs, norm="instance"), ValueError, "'group' or 'batch', or None; got 'instance'"),
+        (
+            lambda rngs: make_trunk(make=Dropped)(ONES, data=jnp.arange(LAYERS + 1)),
+            ValueError,
+            "leading length",
+        ),
+        (
+            lambda rngs: dense(rngs, norm="group"),
+            ValueError,
+            "norm must be 'layer' or 'batch', or None",
+        ),
+        (
+            lambda rngs: conv(rngs, norm="instance"),
+            ValueError,
+            "'group' or 'batch', or None; got 'instance'",
+        ),
         (lambda rngs: conv(rngs, norm="group", groups=3), ValueError, "groups"),
-        (lambda rngs: nn.DenseOpening((8, 8), 5, rngs=rngs)(ONES), ValueError, r"shape \(\.\.\., 8, 8\); got \(3, 5\)"),
+        (
+            lambda rngs: nn.DenseOpening((8, 8), 5, rngs=rngs)(ONES),
+            ValueError,
+            r"shape \(\.\.\., 8, 8\); got \(3, 5\)",
+        ),
     ],
 )
 def test_bad_input_is_refused(build, error, message):
@@ -503,7 +581,11 @@ def test_linen_modules_in_two_lines():
 
 @pytest.mark.parametrize("library", ["flax", "safetensors"])
 def test_without_its_libraries_the_extra_is_named(library, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == library or name.startswith("lp_jax.nn")]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.split(".")[0] == library or name.startswith("lp_jax.nn")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError, match=r'pip install "lp_jax\[nn\]"'):
@@ -512,7 +594,10 @@ def test_without_its_libraries_the_extra_is_named(library, monkeypatch):
 
 LOW = {
     "encoder": (lambda rngs, dtype: nn.EncoderLayer(32, 4, dtype=dtype, rngs=rngs), (2, 8, 32)),
-    "dense": (lambda rngs, dtype: nn.DenseResidual(32, hidden=16, norm="layer", dtype=dtype, rngs=rngs), (4, 32)),
+    "dense": (
+        lambda rngs, dtype: nn.DenseResidual(32, hidden=16, norm="layer", dtype=dtype, rngs=rngs),
+        (4, 32),
+    ),
     "conv": (  # smooth: rounding switches ReLUs, three in a thousand, which alone is 5 % of a gradient
         lambda rngs, dtype: nn.ConvResidual(6, activation=nnx.tanh, dtype=dtype, rngs=rngs),
         (2, 8, 8, 6),
@@ -527,7 +612,10 @@ def test_products_in_bfloat16_and_a_state_in_float32(name):
     make, shape = LOW[name]
     y = np.asarray(normal(shape), np.float32)
     serial = lp_jax.Serial()
-    trunks = [make_trunk(make=functools.partial(make, dtype=dtype), solver=serial) for dtype in (None, jnp.bfloat16)]
+    trunks = [
+        make_trunk(make=functools.partial(make, dtype=dtype), solver=serial)
+        for dtype in (None, jnp.bfloat16)
+    ]
     text = jax.jit(trunks[1]).lower(y).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert products and all("bf16" in line for line in products)

@@ -32,7 +32,9 @@ def sigmoid(x):
 
 def by_hand(kind, cell, x):
     """The hidden states of all times."""
-    x, kernel, bias, a = (np.asarray(v) for v in (x, cell.kernel[...], cell.bias[...], cell.recurrent[...]))
+    x, kernel, bias, a = (
+        np.asarray(v) for v in (x, cell.kernel[...], cell.bias[...], cell.recurrent[...])
+    )
     h = c = np.zeros((len(x), cell.hidden))
     found = []
     for n in range(x.shape[1]):
@@ -52,7 +54,9 @@ def by_hand(kind, cell, x):
 def test_states_are_those_of_a_loop_with_every_gate(kind, steps):
     cell, x = make(kind), sequences(steps)
     wanted = by_hand(kind, cell, x)
-    np.testing.assert_allclose(cell.solve(x, solver=NEWTON).aux.swapaxes(0, 1), wanted, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(
+        cell.solve(x, solver=NEWTON).aux.swapaxes(0, 1), wanted, rtol=1e-12, atol=1e-14
+    )
     np.testing.assert_allclose(cell(x), wanted, rtol=1e-12, atol=1e-14)
 
 
@@ -68,7 +72,10 @@ value_and_gradient = jax.jit(nnx.value_and_grad(objective, argnums=(0, 1)))
 def test_gradients_take_one_iteration(kind):
     """Of losses that look at all times."""
     cell, x = make(kind, solver=NEWTON), sequences(50)
-    got, wanted = (jax.tree.leaves(value_and_gradient(c, x)) for c in (cell, make(kind, solver=lp_jax.Serial())))
+    got, wanted = (
+        jax.tree.leaves(value_and_gradient(c, x))
+        for c in (cell, make(kind, solver=lp_jax.Serial()))
+    )
     chex.assert_trees_all_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -91,11 +98,17 @@ def test_four_iterations_at_the_start_whatever_the_length():
     @nnx.jit
     def solved(cell, x):
         four = cell.solve(x, solver=lp_jax.Newton(jacobian="diagonal", iterations=4)).aux
-        return cell.solve(x, solver=lp_jax.Serial()).aux, four, cell.solve(x, solver=NEWTON).stats.residual_norms
+        return (
+            cell.solve(x, solver=lp_jax.Serial()).aux,
+            four,
+            cell.solve(x, solver=NEWTON).stats.residual_norms,
+        )
 
     exact, got, norms = map(np.asarray, solved(cell, x))
     assert np.max(np.abs(got - exact)) < 1e-6
-    assert np.log(norms[4] / norms[3]) < 1.5 * np.log(norms[3] / norms[2])  # the order of convergence
+    assert np.log(norms[4] / norms[3]) < 1.5 * np.log(
+        norms[3] / norms[2]
+    )  # the order of convergence
 
 
 def test_over_devices():
@@ -103,11 +116,15 @@ def test_over_devices():
     alone, spread = make("lstm", solver=NEWTON), make("lstm", solver=NEWTON, comm=mesh(3))
     wanted, got = value_and_gradient(alone, x), value_and_gradient(spread, x)
     np.testing.assert_allclose(got[0], wanted[0], rtol=1e-12)
-    chex.assert_trees_all_close(jax.tree.leaves(got[1]), jax.tree.leaves(wanted[1]), rtol=1e-9, atol=1e-11)
+    chex.assert_trees_all_close(
+        jax.tree.leaves(got[1]), jax.tree.leaves(wanted[1]), rtol=1e-9, atol=1e-11
+    )
 
 
 def test_a_sequence_in_two_parts():
     cell, x = make("lstm", solver=lp_jax.Serial()), sequences(20)
     first = cell.solve(x[:, :10])
     rest = cell(x[:, 10:], first.y1)
-    np.testing.assert_allclose(jnp.concatenate([first.aux.swapaxes(0, 1), rest], axis=1), cell(x), rtol=1e-13)
+    np.testing.assert_allclose(
+        jnp.concatenate([first.aux.swapaxes(0, 1), rest], axis=1), cell(x), rtol=1e-13
+    )

@@ -14,7 +14,9 @@ import lp_jax
 from lp_jax import nn
 
 LAYERS, WIDTH = 8, 5
-EXACT = lp_jax.MGRIT(coarsening=2, iterations=4, coarse_step=INJECT)  # four intervals: exact after four cycles
+EXACT = lp_jax.MGRIT(
+    coarsening=2, iterations=4, coarse_step=INJECT
+)  # four intervals: exact after four cycles
 GRID = np.linspace(0.0, 1.5, LAYERS + 1) ** 2
 
 
@@ -23,7 +25,9 @@ def dense(rngs):
 
 
 def make_trunk(*, make=dense, num_layers=LAYERS, **options):
-    return nn.LayerParallel(make, num_layers, **({"solver": EXACT, "rngs": nnx.Rngs(0), "t1": 2.0} | options))
+    return nn.LayerParallel(
+        make, num_layers, **({"solver": EXACT, "rngs": nnx.Rngs(0), "t1": 2.0} | options)
+    )
 
 
 def params_of(trunk):
@@ -37,25 +41,35 @@ def reference(coefficients, degree, t):
     return scipy.interpolate.BSpline(knots, np.eye(coefficients), degree)(t)
 
 
-@pytest.mark.parametrize(("coefficients", "degree"), [(1, 0), (4, 0), (2, 1), (5, 1), (3, 2), (9, 3), (8, 5)])
+@pytest.mark.parametrize(
+    ("coefficients", "degree"), [(1, 0), (4, 0), (2, 1), (5, 1), (3, 2), (9, 3), (8, 5)]
+)
 def test_the_basis_is_that_of_scipy(coefficients, degree):
     spline = nn.Spline(coefficients=coefficients, degree=degree)
     for n in (coefficients, 12, 64):
         basis = spline.basis(n)
-        np.testing.assert_allclose(basis, reference(coefficients, degree, (np.arange(n) + 0.5) / n), atol=1e-15)
+        np.testing.assert_allclose(
+            basis, reference(coefficients, degree, (np.arange(n) + 0.5) / n), atol=1e-15
+        )
         np.testing.assert_allclose(basis.sum(1), 1, rtol=1e-15)
         assert basis.min() >= 0 and np.count_nonzero(basis, axis=1).max() <= degree + 1
         if degree > 0 or n % coefficients == 0:
             np.testing.assert_allclose(basis[::-1, ::-1], basis, atol=1e-15)  # both ends alike
-    np.testing.assert_allclose(spline.basis(3.0 + 5.0 * np.arange(13)), spline.basis(12), atol=1e-14)
+    np.testing.assert_allclose(
+        spline.basis(3.0 + 5.0 * np.arange(13)), spline.basis(12), atol=1e-14
+    )
     middle = (GRID[1:] + GRID[:-1]) / 2 / GRID[-1]
-    np.testing.assert_allclose(spline.basis(GRID.tolist()), reference(coefficients, degree, middle), atol=1e-14)
+    np.testing.assert_allclose(
+        spline.basis(GRID.tolist()), reference(coefficients, degree, middle), atol=1e-14
+    )
 
 
 def loop(params, spline, y, times):
     """The network as a loop, each layer's weights summed over SciPy's basis."""
     middle = (times[1:] + times[:-1]) / 2
-    basis = reference(spline.coefficients, spline.degree, (middle - times[0]) / (times[-1] - times[0]))
+    basis = reference(
+        spline.coefficients, spline.degree, (middle - times[0]) / (times[-1] - times[0])
+    )
     weights = (jnp.tensordot(basis, params["inner"][name], 1) for name in ("kernel", "bias"))
 
     def body(y, x):
@@ -65,9 +79,14 @@ def loop(params, spline, y, times):
     return jax.lax.scan(body, y, (*weights, np.diff(times)))[0]
 
 
-@pytest.mark.parametrize(("where", "layers", "degree"), [("one device", LAYERS, 2), ("mesh, uneven", 6, 3)])
+@pytest.mark.parametrize(
+    ("where", "layers", "degree"), [("one device", LAYERS, 2), ("mesh, uneven", 6, 3)]
+)
 def test_gradients_are_those_of_a_loop(where, layers, degree):
-    spline, comm = nn.Spline(coefficients=5, degree=degree), None if where == "one device" else mesh()
+    spline, comm = (
+        nn.Spline(coefficients=5, degree=degree),
+        None if where == "one device" else mesh(),
+    )
     times = np.linspace(0.0, 2.0, layers + 1) if comm else GRID
     trunk = make_trunk(num_layers=layers, weights=spline, t1=2.0 if comm else GRID, comm=comm)
     trunk.layers.inner.bias[...] = normal((spline.coefficients, WIDTH), 3)
@@ -77,9 +96,9 @@ def test_gradients_are_those_of_a_loop(where, layers, degree):
         return jnp.sum((y1 - target) ** 2)
 
     got = nnx.jit(nnx.value_and_grad(lambda trunk, y: loss(trunk(y)), argnums=(0, 1)))(trunk, y)
-    wanted = jax.jit(jax.value_and_grad(lambda params, y: loss(loop(params, spline, y, times)), argnums=(0, 1)))(
-        jax.tree.map(np.asarray, params_of(trunk)), y
-    )
+    wanted = jax.jit(
+        jax.value_and_grad(lambda params, y: loss(loop(params, spline, y, times)), argnums=(0, 1))
+    )(jax.tree.map(np.asarray, params_of(trunk)), y)
     by_trunk, by_state = got[1]
     assert_close((got[0], (nnx.to_pure_dict(by_trunk)["layers"], by_state)), wanted, rtol=1e-11)
     assert by_trunk["layers"]["inner"]["kernel"][...].shape == (spline.coefficients, WIDTH, WIDTH)
@@ -90,7 +109,9 @@ def test_every_device_makes_the_weights_of_its_own_layers():
     layers, width = 16, 7
     make = lambda rngs: nn.DenseResidual(width, param_dtype=F64, rngs=rngs)  # noqa: E731
     spline = nn.Spline(coefficients=5)
-    trunk = make_trunk(make=make, num_layers=layers, weights=spline, solver=lp_jax.Picard(), comm=mesh())
+    trunk = make_trunk(
+        make=make, num_layers=layers, weights=spline, solver=lp_jax.Picard(), comm=mesh()
+    )
     graphdef, state = nnx.split(trunk)
     gradient = jax.jit(jax.grad(lambda state, y: jnp.sum(nnx.merge(graphdef, state)(y))))
     text = compiled(gradient.lower(state, normal((3, width)))).as_text()
@@ -112,7 +133,10 @@ def test_low_precision_is_not_that_of_the_basis():
 
 
 def test_refined_lists():
-    params = {"w": jnp.asarray([[1.0, 10.0], [3.0, 20.0], [2.0, 40.0]]), "n": jnp.asarray([1.0, 2.0, 4.0])}
+    params = {
+        "w": jnp.asarray([[1.0, 10.0], [3.0, 20.0], [2.0, 40.0]]),
+        "n": jnp.asarray([1.0, 2.0, 4.0]),
+    }
 
     @jax.jit
     def refined(w, n):
@@ -120,7 +144,9 @@ def test_refined_lists():
         return nn.refine({"w": w, "n": n}, 3), *linear
 
     thrice, linear, one, low = refined(**params)
-    jax.tree.map(lambda got, x: np.testing.assert_array_equal(got, np.repeat(x, 3, axis=0)), thrice, params)
+    jax.tree.map(
+        lambda got, x: np.testing.assert_array_equal(got, np.repeat(x, 3, axis=0)), thrice, params
+    )
     np.testing.assert_allclose(linear, [0.75, 1.25, 1.75, 2.5, 3.5, 4.5], rtol=1e-15)
     np.testing.assert_array_equal(one, [1, 1])
     assert low.dtype == jnp.bfloat16
@@ -147,14 +173,18 @@ def test_a_refined_network_solves_the_same_ode(how):
     for n in (64, 128):
         trunk = nn.LayerParallel(Rate, n, solver=lp_jax.Serial(), rngs=nnx.Rngs(0))
         trunk.layers.a[...] = jnp.asarray(np.sin(2 * middles(n)) + 0.3 * middles(n) ** 2)
-        y1, refined = (float(network(jnp.ones(()))) for network in (trunk, nn.refine(trunk, how=how)))
+        y1, refined = (
+            float(network(jnp.ones(()))) for network in (trunk, nn.refine(trunk, how=how))
+        )
         distances.append(np.abs([refined - y1, y1 - exact, refined - exact]))
     np.testing.assert_allclose(np.log2(np.divide(*distances)), 1, atol=0.1)
     np.testing.assert_allclose([d[2] / d[1] for d in distances], 0.5, atol=0.02)
 
 
 def test_a_refined_trunk_has_the_same_settings():
-    trunk = make_trunk(make=BatchNormed, t0=0.5, comm=mesh(), adjoint_solver=lp_jax.Picard(sweeps=3))
+    trunk = make_trunk(
+        make=BatchNormed, t0=0.5, comm=mesh(), adjoint_solver=lp_jax.Picard(sweeps=3)
+    )
     trunk.layers.norm.mean[...] = normal((LAYERS, WIDTH))
     kernel, finer = np.asarray(trunk.layers.linear.kernel[...]), nn.refine(trunk, 2, "linear")
     for name in ("t0", "t1", "solver", "adjoint_solver", "comm", "weights"):
@@ -164,7 +194,9 @@ def test_a_refined_trunk_has_the_same_settings():
     assert_close(new, nn.refine(jnp.asarray(kernel), 2, "linear"), rtol=1e-15)
     assert_close(trunk.layers.linear.kernel[...], kernel, rtol=0)
     assert {shard.data.shape for shard in new.addressable_shards} == {(4, WIDTH, WIDTH)}
-    np.testing.assert_array_equal(finer.layers.norm.mean[...], np.repeat(trunk.layers.norm.mean[...], 2, axis=0))
+    np.testing.assert_array_equal(
+        finer.layers.norm.mean[...], np.repeat(trunk.layers.norm.mean[...], 2, axis=0)
+    )
 
 
 def test_layers_of_different_lengths_are_each_cut_into_equal_parts():
@@ -173,7 +205,9 @@ def test_layers_of_different_lengths_are_each_cut_into_equal_parts():
     finer = nn.refine(trunk, 3, "linear")
     wanted = np.interp(np.arange(25) / 3, np.arange(9), GRID)
     np.testing.assert_allclose(finer.t1, wanted, rtol=1e-14)
-    np.testing.assert_allclose(finer.layers.a[...], 1 + 2 * (wanted[1:] + wanted[:-1]) / 2, rtol=1e-13)
+    np.testing.assert_allclose(
+        finer.layers.a[...], 1 + 2 * (wanted[1:] + wanted[:-1]) / 2, rtol=1e-13
+    )
     assert float(finer(jnp.ones(()))) > float(trunk(jnp.ones(())))
 
 
@@ -192,16 +226,48 @@ FOUR = nn.Spline(coefficients=4)
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda: nn.Spline(coefficients=3), ValueError, r"at least degree \+ 1 = 4, as many as a polynomial.*got 3"),
-        (lambda: nn.Spline(coefficients=3, degree=-1), ValueError, "degree must be at least 0; got -1"),
-        (lambda: nn.Spline(coefficients=3.0, degree=1), TypeError, "coefficients must be an integer"),
-        (lambda: make_trunk(weights=nn.Spline(coefficients=9)), ValueError, "more coefficients than.*num_layers=8"),
-        (lambda: make_trunk(weights="spline"), TypeError, r"weights must be None or a spline, like nn.Spline"),
-        (lambda: make_trunk(make=BatchNormed, weights=FOUR), ValueError, "LayerParallel without a spline"),
+        (
+            lambda: nn.Spline(coefficients=3),
+            ValueError,
+            r"at least degree \+ 1 = 4, as many as a polynomial.*got 3",
+        ),
+        (
+            lambda: nn.Spline(coefficients=3, degree=-1),
+            ValueError,
+            "degree must be at least 0; got -1",
+        ),
+        (
+            lambda: nn.Spline(coefficients=3.0, degree=1),
+            TypeError,
+            "coefficients must be an integer",
+        ),
+        (
+            lambda: make_trunk(weights=nn.Spline(coefficients=9)),
+            ValueError,
+            "more coefficients than.*num_layers=8",
+        ),
+        (
+            lambda: make_trunk(weights="spline"),
+            TypeError,
+            r"weights must be None or a spline, like nn.Spline",
+        ),
+        (
+            lambda: make_trunk(make=BatchNormed, weights=FOUR),
+            ValueError,
+            "LayerParallel without a spline",
+        ),
         (lambda: FOUR.basis(0), ValueError, "layers must be at least 1"),
-        (lambda: make_trunk(weights=FOUR, t1=[0.0, 1, 2])(normal((3, 5))), ValueError, "t1 must be a scalar, or the 9"),
+        (
+            lambda: make_trunk(weights=FOUR, t1=[0.0, 1, 2])(normal((3, 5))),
+            ValueError,
+            "t1 must be a scalar, or the 9",
+        ),
         (lambda: nn.refine(jnp.ones(4), 0), ValueError, "factor must be at least 1"),
-        (lambda: nn.refine(jnp.ones(4), how="cubic"), ValueError, "how must be 'constant' or 'linear' or 'zeros'; got"),
+        (
+            lambda: nn.refine(jnp.ones(4), how="cubic"),
+            ValueError,
+            "how must be 'constant' or 'linear' or 'zeros'; got",
+        ),
         (lambda: nn.refine({"a": jnp.ones(4), "b": jnp.ones(3)}), ValueError, "one leading length"),
         (
             lambda: nn.refine(nn.Network()),

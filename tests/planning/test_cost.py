@@ -15,7 +15,10 @@ N, BATCH, F32 = 1024, 32, jnp.float32
 
 
 def lowered(function, n=N, width=64, batch=BATCH):
-    w, b, y0 = (jax.ShapeDtypeStruct(shape, F32) for shape in ((n, width, width), (n, width), (batch, width)))
+    w, b, y0 = (
+        jax.ShapeDtypeStruct(shape, F32)
+        for shape in ((n, width, width), (n, width), (batch, width))
+    )
     return jax.jit(function).lower((w, b), y0)
 
 
@@ -32,7 +35,10 @@ def scanned(params, y0):
 
 def solved(solver, adjoint_solver=None):
     def loss(params, y0):
-        return jnp.sum(lp_jax.solve(dense_step, params, y0, solver=solver, adjoint_solver=adjoint_solver).y1 ** 2)
+        return jnp.sum(
+            lp_jax.solve(dense_step, params, y0, solver=solver, adjoint_solver=adjoint_solver).y1
+            ** 2
+        )
 
     return loss
 
@@ -58,7 +64,8 @@ def test_memory_of_the_gradient(coarse_step):
 
     def share(at_once, cycles):
         forward, adjoint = (
-            lp_jax.MGRIT(coarsening=16, iterations=k, coarse_step=coarse_step, at_once=at_once) for k in cycles
+            lp_jax.MGRIT(coarsening=16, iterations=k, coarse_step=coarse_step, at_once=at_once)
+            for k in cycles
         )
         return temporary(compiled(solved(forward, adjoint))) / scan
 
@@ -79,7 +86,9 @@ def test_no_copy_of_the_parameters():
     n, width = 256, 128
     parameters = n * width * width * 4
     for at_once in (1, math.inf):
-        solver = lp_jax.MGRIT(levels=2, coarsening=16, coarse_step=lp_jax.Identity(), at_once=at_once)
+        solver = lp_jax.MGRIT(
+            levels=2, coarsening=16, coarse_step=lp_jax.Identity(), at_once=at_once
+        )
         temp = temporary(as_users_have_it(lowered(solved(solver), n, width, 1)))
         one_layer_per_interval = parameters / 16
         assert temp < (0.1 * parameters if at_once == 1 else 1.5 * one_layer_per_interval)
@@ -94,14 +103,23 @@ def test_what_is_kept_is_not_evaluated_again(storage, evaluated, products):
     Kept are the state and one or two arrays of its size per layer (what a scan keeps), and no copy of the parameters.
     """
     n, width, batch = 64, 128, 2
-    solver = lp_jax.MGRIT(coarsening=16, iterations=1, coarse_step=lp_jax.Identity(), storage=storage)
-    params, y0 = (jnp.ones((n, width, width), F32), jnp.ones((n, width), F32)), jnp.ones((batch, width), F32)
+    solver = lp_jax.MGRIT(
+        coarsening=16, iterations=1, coarse_step=lp_jax.Identity(), storage=storage
+    )
+    params, y0 = (
+        (jnp.ones((n, width, width), F32), jnp.ones((n, width), F32)),
+        jnp.ones((batch, width), F32),
+    )
     _, pull = jax.vjp(lambda p: lp_jax.solve(dense_step, p, y0, solver=solver).y1, params)
     program = as_users_have_it(jax.jit(pull).lower(y0)).as_text()
     assert (program.count("tanh("), program.count(" dot(")) == (evaluated, products)
     kept = sum(x.nbytes for x in jax.tree.leaves(pull)) - sum(x.nbytes for x in params)
     states = n * batch * width * 4
-    assert (2 if storage == "all" else 0) * states <= kept < (3.2 if storage == "all" else 0.3) * states
+    assert (
+        (2 if storage == "all" else 0) * states
+        <= kept
+        < (3.2 if storage == "all" else 0.3) * states
+    )
 
 
 def test_program_does_not_grow_with_depth():

@@ -59,7 +59,9 @@ def test_a_scalar_chain_has_its_exponent(factor, text):
         return factor ** (1 / N) * y
 
     scaled.defvjp(lambda y: (scaled(y), None), lambda _, w: (factor ** (1 / N) * w,))
-    problem = lp_jax.Problem(lambda y, layer: scaled(y), None, jnp.ones((BATCH, 1)), data=jnp.zeros((N, BATCH)))
+    problem = lp_jax.Problem(
+        lambda y, layer: scaled(y), None, jnp.ones((BATCH, 1)), data=jnp.zeros((N, BATCH))
+    )
     found = planning.diagnose(problem, solvers=())
     assert found.lyapunov == pytest.approx(np.log(factor) / N, abs=1e-12)
     assert found.lipschitz == pytest.approx(N * abs(factor ** (1 / N) - 1), abs=1e-12)
@@ -68,17 +70,27 @@ def test_a_scalar_chain_has_its_exponent(factor, text):
 
 def recurrent(batch=16, width=8):
     rng = np.random.default_rng(0)
-    weights, inputs = rng.normal(size=(width, width)) / width**0.5, rng.normal(size=(64, batch, width))
+    weights, inputs = (
+        rng.normal(size=(width, width)) / width**0.5,
+        rng.normal(size=(64, batch, width)),
+    )
     step = lambda y, layer: jnp.tanh(y @ layer.shared + layer.data)  # noqa: E731
-    return lp_jax.Problem(step, None, jnp.zeros((batch, width)), shared=jnp.asarray(weights), data=jnp.asarray(inputs))
+    return lp_jax.Problem(
+        step, None, jnp.zeros((batch, width)), shared=jnp.asarray(weights), data=jnp.asarray(inputs)
+    )
 
 
 def network(t1):
-    return lp_jax.Problem(dense_step, (jnp.asarray(matrices(1.0)), jnp.zeros((N, D))), states(), t1=t1)
+    return lp_jax.Problem(
+        dense_step, (jnp.asarray(matrices(1.0)), jnp.zeros((N, D))), states(), t1=t1
+    )
 
 
 PROBLEMS = {"T = 4": network(4.0), "recurrent": recurrent()}
-OWN = [lp_jax.Picard(sweeps=20, rtol=1e-3), (lp_jax.MGRIT(iterations=20, rtol=1e-4), lp_jax.Serial())]
+OWN = [
+    lp_jax.Picard(sweeps=20, rtol=1e-3),
+    (lp_jax.MGRIT(iterations=20, rtol=1e-4), lp_jax.Serial()),
+]
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -86,14 +98,20 @@ def test_what_is_predicted_is_what_is_taken(name):
     """Within two, on the whole batch; what does not converge is not said to."""
     problem = PROBLEMS[name]
     cotangent = jnp.cos(problem.solve(solver=lp_jax.Serial()).y1)
-    found = planning.diagnose(problem, cotangent=cotangent, solvers=OWN if name == "T = 4" else None)
+    found = planning.diagnose(
+        problem, cotangent=cotangent, solvers=OWN if name == "T = 4" else None
+    )
     assert found.examples == 4
     if name == "T = 4":
         picard, cycles = found.rehearsals
         assert (picard.solver, cycles.solver, cycles.adjoint_solver) == (OWN[0], *OWN[1])
         assert picard.iterations > 3 and picard.adjoint_iterations > 3
     else:
-        assert [type(r.solver) for r in found.rehearsals] == [lp_jax.Picard, lp_jax.MGRIT, lp_jax.Newton]
+        assert [type(r.solver) for r in found.rehearsals] == [
+            lp_jax.Picard,
+            lp_jax.MGRIT,
+            lp_jax.Newton,
+        ]
 
     @jax.jit
     def taken(solver, adjoint_solver):
@@ -112,7 +130,10 @@ def test_what_is_predicted_is_what_is_taken(name):
         assert found.verdict.endswith("Converges: Newton. Does not: Picard, MGRIT.")
         text = str(found)
         assert repr(found) == text and text.startswith("64 layers, measured on 4 examples\n")
-        assert "Lyapunov exponent       -" in text and f"-        -  {code(found.rehearsals[0].solver)}" in text
+        assert (
+            "Lyapunov exponent       -" in text
+            and f"-        -  {code(found.rehearsals[0].solver)}" in text
+        )
 
 
 def test_examples_are_cut_where_the_step_takes_fewer():
@@ -123,7 +144,11 @@ def test_examples_are_cut_where_the_step_takes_fewer():
         return y + layer.dt * layer.data * layer.shared
 
     knows = lambda y, layer: y + layer.dt * mask  # noqa: E731
-    for step, shared, count in ((given, mask, 2), (given, jnp.ones((1, D)), 2), (knows, None, BATCH)):
+    for step, shared, count in (
+        (given, mask, 2),
+        (given, jnp.ones((1, D)), 2),
+        (knows, None, BATCH),
+    ):
         problem = lp_jax.Problem(step, None, states(), data=inputs, shared=shared)
         assert planning.diagnose(problem, examples=2, solvers=()).examples == count
     alone = lp_jax.Problem(linear, jnp.asarray(matrices(1.0)), jnp.ones(D))

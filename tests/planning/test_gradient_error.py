@@ -30,7 +30,9 @@ def two_solves(params, y, solver=ROUGH):
 
 def a_scan(params, y, solver=ROUGH):
     def loss(params, y):
-        return jnp.mean(jax.lax.scan(lambda y, w: (y + 0.1 * jnp.tanh(y @ w), None), y, params)[0] ** 2)
+        return jnp.mean(
+            jax.lax.scan(lambda y, w: (y + 0.1 * jnp.tanh(y @ w), None), y, params)[0] ** 2
+        )
 
     return lp_jax.parallel(loss, solver=solver)(params, y)
 
@@ -47,7 +49,9 @@ def under_shard_map(params, y, solver=ROUGH):
 
 
 def half(params, y, solver=ROUGH):
-    return jnp.sum(lp_jax.solve(lambda y, layer: dense(y, layer).astype(y.dtype), params, y, solver=solver).y1)
+    return jnp.sum(
+        lp_jax.solve(lambda y, layer: dense(y, layer).astype(y.dtype), params, y, solver=solver).y1
+    )
 
 
 def over_a_mesh(params, y, solver=ROUGH):
@@ -79,11 +83,20 @@ def test_the_error_is_that_of_two_gradients_by_hand(name):
     assert 1e-4 < errors.relative < 0.2 and 0.99 < errors.cosine <= 1 + 1e-12
     assert {s.direction for s in errors.solves} == {"forward", "adjoint"}
     assert all(s.iterations == 2 and 0 < s.residual < 1 and s.result == DONE for s in errors.solves)
-    assert errors.seconds > 0 and errors.exact_seconds > 0 and f"{errors.relative:.1e}" in str(errors)
+    assert (
+        errors.seconds > 0 and errors.exact_seconds > 0 and f"{errors.relative:.1e}" in str(errors)
+    )
     if name == "two solves":
         rows = [(s.direction, s.layers, s.solves) for s in errors.solves]
-        assert rows == [("forward", 8, 1), ("forward", 12, 1), ("adjoint", 8, 1), ("adjoint", 12, 1)]
-    assert set(errors.leaves) == {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(args[0])}
+        assert rows == [
+            ("forward", 8, 1),
+            ("forward", 12, 1),
+            ("adjoint", 8, 1),
+            ("adjoint", 12, 1),
+        ]
+    assert set(errors.leaves) == {
+        jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(args[0])
+    }
 
 
 def test_solves_under_vmap_are_all_reported():
@@ -100,12 +113,19 @@ def test_solves_under_vmap_are_all_reported():
 def test_an_adjoint_that_misses_its_tolerance_is_reported():
     def loss(weights, y, adjoint_solver):
         solver = lp_jax.Picard(sweeps=32, rtol=1e-6)
-        return jnp.sum(lp_jax.solve(dense, weights, y, t1=8.0, solver=solver, adjoint_solver=adjoint_solver).y1)
+        return jnp.sum(
+            lp_jax.solve(dense, weights, y, t1=8.0, solver=solver, adjoint_solver=adjoint_solver).y1
+        )
 
     missed = lp_jax.Picard(sweeps=2, rtol=1e-6)
     errors = lp_jax.gradient_error(loss)(WEIGHTS, Y, missed)
-    assert [s.result for s in errors.solves] == [DONE, NOT_CONVERGED] and "did not come down" in str(errors)
-    errors = lp_jax.gradient_error(loss)(WEIGHTS, Y, lp_jax.Picard(sweeps=2, rtol=1e-6, fallback=True))
+    assert [s.result for s in errors.solves] == [
+        DONE,
+        NOT_CONVERGED,
+    ] and "did not come down" in str(errors)
+    errors = lp_jax.gradient_error(loss)(
+        WEIGHTS, Y, lp_jax.Picard(sweeps=2, rtol=1e-6, fallback=True)
+    )
     assert errors.solves[1].result == FELL_BACK and errors.relative < 1e-5
 
 
@@ -120,7 +140,9 @@ jitted = jax.jit(missing)
 WATCHED = {
     "under jit": lambda w, y: jitted(w, y) + jitted(w, 2 * y),
     "under vmap": lambda w, y: jnp.sum(jax.vmap(missing, (None, 0))(w, jnp.stack([y, 2 * y]))),
-    "in a scan": lambda w, y: jax.lax.scan(lambda c, _: (c + missing(w, y), None), 0.0 * y[0, 0], length=3)[0],
+    "in a scan": lambda w, y: jax.lax.scan(
+        lambda c, _: (c + missing(w, y), None), 0.0 * y[0, 0], length=3
+    )[0],
     "recomputed": jax.checkpoint(missing),
     "one of two": lambda w, y: missing(w, y) + missing(w, y, SERIAL),
     "over a mesh": lambda w, y: jnp.sum(lp_jax.solve(dense, w, y, solver=MISSES, comm=mesh(2)).y1),
@@ -141,7 +163,9 @@ def test_results_under_vmap_by_default_and_of_solves_nobody_differentiates():
     both = jax.jit(jax.vmap(lp_jax.value_and_grad(WATCHED["over a mesh"]), (None, 0)))
     assert both(WEIGHTS, jnp.stack([Y, Y]))[2].adjoint.tolist() == [NOT_CONVERGED] * 2
     default = lp_jax.value_and_grad(lambda y: missing(WEIGHTS, y, None))
-    frozen = lp_jax.value_and_grad(lambda y: jnp.sum(y**2) + jax.lax.stop_gradient(missing(WEIGHTS, y)))
+    frozen = lp_jax.value_and_grad(
+        lambda y: jnp.sum(y**2) + jax.lax.stop_gradient(missing(WEIGHTS, y))
+    )
     taken, none = jax.jit(lambda y: (default(y)[2], frozen(y)[2]))(Y)
     assert [int(x) for x in taken] == [_result.SERIAL] * 2  # nothing is faster for twelve layers
     assert [int(x) for x in none] == [DONE, DONE]
@@ -162,21 +186,39 @@ def test_a_training_step_says_how_the_adjoint_ended(watch):
         return jnp.sum(solution.y1**2), info
 
     optimizer = optax.sgd(1e-3)
-    step, state = train.make_train_step(loss, optimizer, watch=watch), train.init_state(WEIGHTS, optimizer)
+    step, state = (
+        train.make_train_step(loss, optimizer, watch=watch),
+        train.init_state(WEIGHTS, optimizer),
+    )
     solvers = {"solver": lp_jax.Picard(sweeps=12), "adjoint_solver": MISSES}
     _, log = train.fit(step, state, lambda epoch: [Y], steps_per_epoch=1, epochs=1, **solvers)
     (row,), warnings = log.of("train"), log.of("warning")
     assert ("adjoint_result" in row) == bool(warnings) == watch
     if watch:
-        assert (row["result"], row["adjoint_result"], warnings[0]["solve"]) == (DONE, NOT_CONVERGED, "adjoint")
+        assert (row["result"], row["adjoint_result"], warnings[0]["solve"]) == (
+            DONE,
+            NOT_CONVERGED,
+            "adjoint",
+        )
         assert "did not come down to the tolerance" in warnings[0]["message"]
 
 
 def test_a_table_of_solvers():
     def loss(weights, y):
-        return jnp.sum(jnp.cos(lp_jax.solve(dense, weights, y, t1=2.0, solver=lp_jax.Picard(sweeps=32, rtol=1e-3)).y1))
+        return jnp.sum(
+            jnp.cos(
+                lp_jax.solve(
+                    dense, weights, y, t1=2.0, solver=lp_jax.Picard(sweeps=32, rtol=1e-3)
+                ).y1
+            )
+        )
 
-    solvers = {"own": None, "rough": ROUGH, "pair": (lp_jax.Picard(sweeps=6), ROUGH), "exact": SERIAL}
+    solvers = {
+        "own": None,
+        "rough": ROUGH,
+        "pair": (lp_jax.Picard(sweeps=6), ROUGH),
+        "exact": SERIAL,
+    }
     table = lp_jax.compare(loss, solvers)(WEIGHTS, Y)
     assert list(table) == list(solvers)
     assert table["exact"].relative == 0 < table["own"].relative < 1e-3 < table["rough"].relative

@@ -36,7 +36,9 @@ def test_the_problem_of_a_trunk_is_what_it_solves():
     problem = layers.problem(y)
     np.testing.assert_array_equal(problem.solve().y1, layers(y))
     found = lp_jax.plan(problem, machine=UNFILLED, error=1e-5, seconds=60.0)
-    got, exact = (np.asarray(layers.solve(y, solver=solver).y1) for solver in (found.solver, lp_jax.Serial()))
+    got, exact = (
+        np.asarray(layers.solve(y, solver=solver).y1) for solver in (found.solver, lp_jax.Serial())
+    )
     assert isinstance(found.solver, lp_jax.Picard) and np.abs(got - exact).max() < 1e-5
 
 
@@ -44,14 +46,18 @@ def test_the_problem_of_a_recurrent_network_is_what_it_solves():
     gru = nn.GRU(3, 5, rngs=nnx.Rngs(0))
     x = random((2, 12, 3))
     serial = lp_jax.Serial()
-    np.testing.assert_array_equal(gru.problem(x).solve(solver=serial).y1[0], gru.solve(x, solver=serial).y1[0])
+    np.testing.assert_array_equal(
+        gru.problem(x).solve(solver=serial).y1[0], gru.solve(x, solver=serial).y1[0]
+    )
     assert lp_jax.calibrate(gru.problem(x)).layer_bytes == 0
     with pytest.raises(ValueError, match="calibrate got a problem with a comm"):
         lp_jax.calibrate(gru.problem(x).replace(comm=mesh(1)))
 
 
 def classifier(kind):
-    make = functools.partial(dense_classifier, inputs=4, width=6, outputs=3, dtype=jnp.float32, t1=1.0)
+    make = functools.partial(
+        dense_classifier, inputs=4, width=6, outputs=3, dtype=jnp.float32, t1=1.0
+    )
     model = make(16)
     if kind == "gru":
         model = nn.Classifier(lambda x: x, nn.GRU(4, 6, rngs=nnx.Rngs(0)), model.closing)
@@ -68,7 +74,12 @@ def test_the_layers_of_a_classifier_are_planned_with_its_loss(kind):
     loss_fn, params = train.classification(model)
     batch = random((12, 4)), np.arange(12, dtype="int32") % 3
     found = train.plan(
-        model, params, batch, machine=dataclasses.replace(UNFILLED, examples=12), error=1e-4, seconds=60.0
+        model,
+        params,
+        batch,
+        machine=dataclasses.replace(UNFILLED, examples=12),
+        error=1e-4,
+        seconds=60.0,
     )
     assert found.layers == 16 and isinstance(found.solver, lp_jax.Picard)
 
@@ -77,7 +88,9 @@ def test_the_layers_of_a_classifier_are_planned_with_its_loss(kind):
         return found if kind == "dense" else found["parts"][1]
 
     g, e = gradient(found.solver, found.adjoint_solver), gradient(lp_jax.Serial(), lp_jax.Serial())
-    assert relative_error(g, e) == pytest.approx(found.best.error, rel=0.1)  # the loss sees another last state
+    assert relative_error(g, e) == pytest.approx(
+        found.best.error, rel=0.1
+    )  # the loss sees another last state
 
 
 def test_a_recurrent_classifier_is_planned(monkeypatch):
@@ -104,7 +117,11 @@ def test_a_recurrent_classifier_is_planned(monkeypatch):
 @pytest.mark.parametrize(
     ("workers", "probed", "title"),
     [
-        (1, Probed(1e-3, 1, 1), r"16 layers: Picard sweeps to 1e-01, predicted \d+ times as fast as serial"),
+        (
+            1,
+            Probed(1e-3, 1, 1),
+            r"16 layers: Picard sweeps to 1e-01, predicted \d+ times as fast as serial",
+        ),
         (8, Probed(1e-3, 9, 9), r"16 layers on 8 workers: \d MGRIT cycles?, predicted"),
         (1, Probed(1.0, 3, 2), "16 layers: serial propagation"),
     ],
@@ -121,12 +138,16 @@ SMALL = ["--layers", 4, "--width", 6, "--batch-size", 100]
 
 def test_the_command_plans_and_keeps_what_it_measured(capsys, tmp_path):
     file = tmp_path / "machine.json"
-    code, out, _ = run(capsys, "plan", "digits", *SMALL, "--seconds", 0.01, "--save", file, "--out", tmp_path)
+    code, out, _ = run(
+        capsys, "plan", "digits", *SMALL, "--seconds", 0.01, "--save", file, "--out", tmp_path
+    )
     assert code == 0 and "Use solver=lp_jax." in out and (tmp_path / "plan.png").exists()
     kept = planning.Machine.load(file)
     assert kept.examples == 100 and "digits" in kept.name
     code, again, _ = run(capsys, "plan", "machine", file, "--layers", 4)
-    serial = [next(line for line in text.splitlines() if "Serial()" in line) for text in (out, again)]
+    serial = [
+        next(line for line in text.splitlines() if "Serial()" in line) for text in (out, again)
+    ]
     assert code == 0 and serial[0] == serial[1]  # it takes what it took
     code, alone, _ = run(capsys, "plan", "machine", file, "--layers", 8, "--workers", 4)
     assert code == 0 and re.search(r"\? .*(MGRIT|Picard)", alone)
@@ -135,7 +156,18 @@ def test_the_command_plans_and_keeps_what_it_measured(capsys, tmp_path):
 def test_training_takes_what_is_planned(capsys, tmp_path, monkeypatch):
     planned = functools.partial(_train.make_plan, machine=machine(1e-5), seconds=60.0)
     monkeypatch.setattr(_train, "make_plan", planned)
-    args = ["train", "digits", *SMALL, "--epochs", 1, "--solver", "auto", "--no-pictures", "--out", tmp_path]
+    args = [
+        "train",
+        "digits",
+        *SMALL,
+        "--epochs",
+        1,
+        "--solver",
+        "auto",
+        "--no-pictures",
+        "--out",
+        tmp_path,
+    ]
     code, _, err = run(capsys, *args)
     assert code == 0 and re.search(r"auto: .*(faster|fast as serial)", err)
     assert json.loads((tmp_path / "config.json").read_text())["options"]["solver"] == "auto"

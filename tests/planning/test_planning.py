@@ -57,12 +57,21 @@ def test_sweeps_by_hand_on_one_worker_and_on_eight():
 def test_relaxation_takes_a_part_of_a_sweep():
     """Layers of different intervals need no sum of their states; the gradient of the parameters has none in a sweep either."""
     solver = lp_jax.MGRIT(coarsening=8, iterations=1, coarse_step=lp_jax.Identity(), storage="all")
-    faster, step = dataclasses.replace(MACHINE, relaxation=0.5), planning.training_step(solver, solver, 64)
+    faster, step = (
+        dataclasses.replace(MACHINE, relaxation=0.5),
+        planning.training_step(solver, solver, 64),
+    )
     assert {layers for _, layers in step.batches} == {8}
-    expected = 1.0 * step.depth("forward", "linearise") + 2.0 * step.depth("adjoint") + 5.0 * step.depth("gradient")
+    expected = (
+        1.0 * step.depth("forward", "linearise")
+        + 2.0 * step.depth("adjoint")
+        + 5.0 * step.depth("gradient")
+    )
     assert planning.predict(solver, solver, 64, faster).evaluations == expected
     for other in (lp_jax.Picard(sweeps=2), lp_jax.MGRIT(coarsening=8, at_once=1)):
-        assert planning.predict(other, other, 64, faster) == planning.predict(other, other, 64, MACHINE)
+        assert planning.predict(other, other, 64, faster) == planning.predict(
+            other, other, 64, MACHINE
+        )
     looped = planning.training_step(solver, solver, 64, at_once=1)
     assert planning.predict(solver, solver, 64, machine(1.0)).evaluations == looped.work()
 
@@ -90,7 +99,14 @@ def test_machines_are_saved_and_read_and_other_files_are_refused_in_one_line(tmp
     for saved in (MACHINE, machine()):
         saved.save(path)
         assert planning.Machine.load(path) == saved
-    for text in ("", "[1, 2]", '{"at_once": [1]}', '{"layers": [1]}', '{"cores": 2}', '{"at_once": "all"}'):
+    for text in (
+        "",
+        "[1, 2]",
+        '{"at_once": [1]}',
+        '{"layers": [1]}',
+        '{"cores": 2}',
+        '{"at_once": "all"}',
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match="is no machine file") as caught:
             planning.Machine.load(path)
@@ -107,7 +123,12 @@ def test_calibration_measures_the_network_that_it_is_given():
         return y + layer.dt * jnp.tanh(y @ layer.params * layer.shared + layer.data[None])
 
     problem = lp_jax.Problem(
-        step, jnp.zeros((16, 4, 4)), jnp.ones((8, 4)), shared=jnp.ones(()), data=jnp.zeros((16, 4)), t1=3.0
+        step,
+        jnp.zeros((16, 4, 4)),
+        jnp.ones((8, 4)),
+        shared=jnp.ones(()),
+        data=jnp.zeros((16, 4)),
+        t1=3.0,
     )
     machine = lp_jax.calibrate(problem, newton=True, name="small")
     assert machine.at_once == (1, 2, 16) and machine.name == "small" and machine.examples == 8
@@ -138,7 +159,9 @@ def measured(monkeypatch, clock):
     return started, times
 
 
-def test_newton_is_measured_while_an_iteration_is_faster_than_serial_propagation_through_all_layers(measured):
+def test_newton_is_measured_while_an_iteration_is_faster_than_serial_propagation_through_all_layers(
+    measured,
+):
     """An iteration takes ten layers' time, whatever their number: slower than a layer, faster than all 64."""
     started, times = measured
     machine = lp_jax.calibrate(deep(64), newton=True)
@@ -156,7 +179,10 @@ def test_newton_is_measured_while_an_iteration_is_faster_than_serial_propagation
         (machine(1e-6), [("serial", 64)]),
         (machine(1e-3), [("serial", 10)]),
         (machine(1.0), [("serial", 8)]),
-        (machine(1e-5, 2e-5, 3e-5, at_once=(1, 2, 16)), [("serial", 64), ("sweep", 64), ("sweep", 8)]),
+        (
+            machine(1e-5, 2e-5, 3e-5, at_once=(1, 2, 16)),
+            [("serial", 64), ("sweep", 64), ("sweep", 8)],
+        ),
     ],
     ids=["short layers in a loop", "layers in a loop", "long layers in a loop", "sixteen at once"],
 )
@@ -185,19 +211,29 @@ def test_no_measurement_starts_when_time_is_over(measured, monkeypatch, seconds,
     problem = deep(64, examples=8)
     found = lp_jax.plan(problem, seconds=2 * seconds)
     assert [name for name, _ in started] == wanted
-    assert found.note == (f"Left out for lack of time: {left_out}." if left_out else "") and found.note in str(found)
+    assert found.note == (
+        f"Left out for lack of time: {left_out}." if left_out else ""
+    ) and found.note in str(found)
     guess, times = planning.estimate(problem), found.machine
     if not wanted:
         assert times.per_layer == guess.per_layer
     if "sweep" not in wanted:
-        assert times.forward == pytest.approx([x * times.forward[0] / guess.forward[0] for x in guess.forward])
-        assert times.adjoint == pytest.approx([x * times.adjoint[0] / guess.forward[0] for x in guess.forward])
+        assert times.forward == pytest.approx(
+            [x * times.forward[0] / guess.forward[0] for x in guess.forward]
+        )
+        assert times.adjoint == pytest.approx(
+            [x * times.adjoint[0] / guess.forward[0] for x in guess.forward]
+        )
 
 
 def test_long_calls_have_few_samples(monkeypatch):
     """Fifteen samples, or those that start in two seconds; a given number is always taken."""
     monkeypatch.setattr(_measure, "_SAMPLES", 15)
-    for spent, options, wanted in ((1.5, {}, 2), (1e-3, {}, 15), (5.0, {"samples": 3, "repeats": 1}, 3)):
+    for spent, options, wanted in (
+        (1.5, {}, 2),
+        (1e-3, {}, 15),
+        (5.0, {"samples": 3, "repeats": 1}, 3),
+    ):
         now, calls = [0.0], []
         monkeypatch.setattr(_measure, "time", SimpleNamespace(perf_counter=lambda now=now: now[0]))
         monkeypatch.setattr(_measure, "_SAMPLE", 1e-9)
@@ -207,7 +243,9 @@ def test_long_calls_have_few_samples(monkeypatch):
             now[0] += spent
 
         assert _measure.seconds([call], **options) == [pytest.approx(spent)]
-        assert len(calls) - (1 if "repeats" in options else 2) == wanted  # compiled, and timed for the repeats
+        assert (
+            len(calls) - (1 if "repeats" in options else 2) == wanted
+        )  # compiled, and timed for the repeats
 
 
 # --- examples, memory, pipelines ------------------------------------------------------------------------------------
@@ -215,18 +253,34 @@ def test_long_calls_have_few_samples(monkeypatch):
 
 def test_half_of_the_examples_take_the_time_of_half_of_the_layers():
     """Times of a batch are interpolated between the sizes measured."""
-    assert [MACHINE.seconds("forward", size) for size in (1, 8, 36, 64, 128)] == [0.5, 2.0, 5.5, 9.0, 18.0]
+    assert [MACHINE.seconds("forward", size) for size in (1, 8, 36, 64, 128)] == [
+        0.5,
+        2.0,
+        5.5,
+        9.0,
+        18.0,
+    ]
     machine = dataclasses.replace(MACHINE, examples=50, overhead=0.5, kept_bytes=40)
     half = machine.divided(2)
-    assert [half.seconds("forward", n) for n in (16, 128)] == [2.0, 9.0]  # as 8 and 64 of whole ones
+    assert [half.seconds("forward", n) for n in (16, 128)] == [
+        2.0,
+        9.0,
+    ]  # as 8 and 64 of whole ones
     assert half.per_layer == (0.375, 1.875)  # half of a single layer shrinks
-    assert (half.examples, half.state_bytes, half.kept_bytes, half.layer_bytes) == (25, 250, 20, 100)
+    assert (half.examples, half.state_bytes, half.kept_bytes, half.layer_bytes) == (
+        25,
+        250,
+        20,
+        100,
+    )
     quarter, again = machine.divided(4), half.divided(2)
     assert again.seconds("forward", 1) == pytest.approx(quarter.seconds("forward", 1)) == 0.3125
     assert machine.divided(1) is machine
     looped = (planning.Machine(**ONE, overhead=part).divided(4) for part in (0.0, 1.0))
     assert [one.seconds("adjoint", 1) for one in looped] == [0.25, 1.0]
-    batch = planning.Machine(**ONE | {"at_once": (8,)}, examples=8).divided(2)  # only a batch is known
+    batch = planning.Machine(**ONE | {"at_once": (8,)}, examples=8).divided(
+        2
+    )  # only a batch is known
     assert [batch.seconds("forward", n) for n in (16, 32)] == [1.0, 2.0]
 
 
@@ -238,10 +292,19 @@ def test_gradients_are_summed_over_workers_with_other_examples():
     assert planning.predict(*SERIAL, 64, machine).gradients == 0
     with pytest.raises(ValueError, match="data_workers=9 is more than the 8 examples"):
         planning.predict(*SERIAL, 64, machine, data_workers=9)
-    half = planning.predict(*SERIAL, 64, dataclasses.replace(machine, kept_bytes=40), data_workers=2)
+    half = planning.predict(
+        *SERIAL, 64, dataclasses.replace(machine, kept_bytes=40), data_workers=2
+    )
     assert (half.parameters, half.kept) == (2 * 64 * 100, 64 * (250 + 20))
-    for solver in (lp_jax.Serial(), lp_jax.Picard(), lp_jax.MGRIT(storage="all"), lp_jax.MGRIT(at_once=math.inf)):
-        alone, eighth = (planning.predict(solver, solver, 64, machine, workers=p)[4:] for p in (1, 8))
+    for solver in (
+        lp_jax.Serial(),
+        lp_jax.Picard(),
+        lp_jax.MGRIT(storage="all"),
+        lp_jax.MGRIT(at_once=math.inf),
+    ):
+        alone, eighth = (
+            planning.predict(solver, solver, 64, machine, workers=p)[4:] for p in (1, 8)
+        )
         assert eighth == tuple(x / 8 for x in alone)
 
 
@@ -251,7 +314,10 @@ def test_newton_takes_what_was_measured_of_it():
     cost = planning.predict(solver, solver.for_adjoint(), 64, machine)
     assert cost.evaluations == 4 * 90.0 + 9.0 + 20.0
     assert machine.divided(2).seconds("newton", 128) == 90.0
-    with pytest.raises(NotImplementedError, match=r"by hand has no times of Newton's method: calibrate\(newton=True\)"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"by hand has no times of Newton's method: calibrate\(newton=True\)",
+    ):
         planning.predict(solver, solver.for_adjoint(), 64, MACHINE)
     size = 500 / 10 * 500 / 10 / 4  # bytes of a Jacobian
     assert cost.working == 6 * 64 * 500 + 3 * 64 * 10 * size
@@ -260,7 +326,9 @@ def test_newton_takes_what_was_measured_of_it():
 def test_a_pipeline_by_hand():
     """Four microbatches through two workers: five turns of 32 layers, each a quarter of the examples, and two messages."""
     machine = dataclasses.replace(MACHINE, examples=8)
-    assert pipeline(64, machine, 2, 4) == pytest.approx(5 * (32 * 3.0 / 4 + 2 * (0.25 + 125 / 1000)))
+    assert pipeline(64, machine, 2, 4) == pytest.approx(
+        5 * (32 * 3.0 / 4 + 2 * (0.25 + 125 / 1000))
+    )
     assert pipeline(64, machine, 1, 1) == planning.predict(*SERIAL, 64, machine).seconds
 
 
@@ -276,16 +344,27 @@ def test_memory_is_what_the_compiler_says(layers):
     named["Serial, checkpoints"] = lp_jax.Serial(checkpoint_every=math.isqrt(layers))
     for row in rows:
         storage = "all" if "all states" in row["name"] else "c_points"
-        cycles = lp_jax.MGRIT(coarsening=16, storage=storage, at_once=1 if "looped" in row["name"] else math.inf)
+        cycles = lp_jax.MGRIT(
+            coarsening=16, storage=storage, at_once=1 if "looped" in row["name"] else math.inf
+        )
         solver = named.get(row["name"], cycles)
         found = planning.predict(solver, solver, layers, looped)
         assert found.bytes == pytest.approx(row["total"], rel=0.05), row["name"]
-        assert found.kept + found.working == pytest.approx(row["temporary_bytes"], rel=0.3), row["name"]
+        assert found.kept + found.working == pytest.approx(row["temporary_bytes"], rel=0.3), row[
+            "name"
+        ]
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------
 
-UNFILLED = machine(1e-5, 1e-5, at_once=(1, 1024), examples=32, overhead=1.0, name="a device that a layer does not fill")
+UNFILLED = machine(
+    1e-5,
+    1e-5,
+    at_once=(1, 1024),
+    examples=32,
+    overhead=1.0,
+    name="a device that a layer does not fill",
+)
 LOOPED = machine(1e-5, examples=32)
 
 
@@ -324,23 +403,34 @@ def test_the_fastest_solver_that_is_exact_enough_is_chosen():
 
 @pytest.mark.parametrize("secant", [1e-3, math.nan])
 def test_secant_sweeps_are_probed_where_plain_sweeps_diverge(secant):
-    probe, asked = probe_with(lambda solver: secant if isinstance(solver, lp_jax.Secant) else math.nan)
+    probe, asked = probe_with(
+        lambda solver: secant if isinstance(solver, lp_jax.Secant) else math.nan
+    )
     found = planning.choose(1024, UNFILLED, probe=probe, seconds=1e9)
-    loosest = [type(solver) for solver in asked if isinstance(solver, lp_jax.Picard | lp_jax.Secant)]
+    loosest = [
+        type(solver) for solver in asked if isinstance(solver, lp_jax.Picard | lp_jax.Secant)
+    ]
     assert loosest[:2] == [lp_jax.Picard, lp_jax.Secant]
     if secant < 1:
         assert isinstance(found.solver, lp_jax.Secant)
     else:
         assert isinstance(found.solver, lp_jax.Serial) and len(loosest) == 2
-        assert re.match(r"\d+ solvers predicted faster .*none with a gradient error of at most 1e-02\.", found.reason)
+        assert re.match(
+            r"\d+ solvers predicted faster .*none with a gradient error of at most 1e-02\.",
+            found.reason,
+        )
 
 
 def test_solvers_left_out_for_lack_of_time_are_counted():
     probe, asked = probe_with(lambda solver: 1.0)
-    found = planning.choose(1024, UNFILLED, probe=probe, seconds=0.0, solvers=[lp_jax.Picard(sweeps=3)])
+    found = planning.choose(
+        1024, UNFILLED, probe=probe, seconds=0.0, solvers=[lp_jax.Picard(sweeps=3)]
+    )
     assert found.unprobed > 2 and not asked
     assert found.reason == f"Left out for lack of time: {found.unprobed} faster solvers."
-    one = dataclasses.replace(planning.choose(1024, UNFILLED, probe=lambda *pair: probed(1e-3)), unprobed=1)
+    one = dataclasses.replace(
+        planning.choose(1024, UNFILLED, probe=lambda *pair: probed(1e-3)), unprobed=1
+    )
     assert one.reason.endswith("on one worker. Left out for lack of time: 1 faster solver.")
 
 
@@ -359,8 +449,16 @@ def test_solvers_of_the_user_are_probed_first_and_a_compiled_program_runs_to_its
 @pytest.mark.parametrize(
     ("machine", "probe", "reason"),
     [
-        (UNFILLED, None, r"\d+ solvers predicted faster than serial .*Their gradient errors were not measured"),
-        (machine(1e-5, 1.0, at_once=(1, 64)), None, "No parallel solver is predicted 1.15 .*a layer fills the device"),
+        (
+            UNFILLED,
+            None,
+            r"\d+ solvers predicted faster than serial .*Their gradient errors were not measured",
+        ),
+        (
+            machine(1e-5, 1.0, at_once=(1, 64)),
+            None,
+            "No parallel solver is predicted 1.15 .*a layer fills the device",
+        ),
         (LOOPED, lambda *pair: probed(0.0), "No parallel solver.*layers run one after another"),
     ],
     ids=["not measured", "a layer fills the device", "one after another"],
@@ -386,7 +484,9 @@ def test_errors_are_those_of_the_gradient(monkeypatch):
     params, y0 = jnp.asarray(rng.normal(size=(32, 6, 6)) / 3), jnp.asarray(rng.normal(size=(5, 6)))
 
     def loss(params, solver, adjoint_solver):
-        y1 = lp_jax.solve(layer, params, y0, t1=2.0, solver=solver, adjoint_solver=adjoint_solver).y1
+        y1 = lp_jax.solve(
+            layer, params, y0, t1=2.0, solver=solver, adjoint_solver=adjoint_solver
+        ).y1
         return 0.5 * jnp.sum(y1**2)
 
     def exact(params):
@@ -404,7 +504,10 @@ def test_errors_are_those_of_the_gradient(monkeypatch):
         assert relative_error(g, e) == pytest.approx(choice.error, rel=0.1)
     chosen = lp_jax.plan(problem, machine=UNFILLED, error=1e-2)
     assert isinstance(chosen.solver, lp_jax.Picard) and chosen.best.error <= 1e-2
-    assert eval(f"dict({chosen.code})") == {"solver": chosen.solver, "adjoint_solver": chosen.adjoint_solver}
+    assert eval(f"dict({chosen.code})") == {
+        "solver": chosen.solver,
+        "adjoint_solver": chosen.adjoint_solver,
+    }
     assert chosen.best.probed.iterations < 32  # and so many are counted
     sweeps = (chosen.best.probed.iterations, chosen.best.probed.adjoint_iterations)
     taken = planning.predict(*(lp_jax.Picard(sweeps=n) for n in sweeps), 32, UNFILLED)
@@ -425,7 +528,11 @@ def test_more_devices():
     probe, _ = probe_with(lambda solver: 1e-3)
     found = planning.choose(64, UNFILLED, probe=probe)
     one, *more = found.scaling((1, 2, 64, 4096))
-    assert one.data == found.serial.cost.seconds and one.layers == found.best.cost.seconds and one.split == (1, 1)
+    assert (
+        one.data == found.serial.cost.seconds
+        and one.layers == found.best.cost.seconds
+        and one.split == (1, 1)
+    )
     assert more[0].pipeline is not None and one.pipeline is None
     assert [d.layers is None for d in more] == [False, False, True]
     assert more[-1].both is None and more[-1].data is None  # 64 layers by 32 examples are 2048
@@ -466,7 +573,9 @@ def test_latency_and_bandwidth_are_those_of_a_made_up_wire(monkeypatch):
     """Sweeps over four workers send two states, two of a prefix sum, and the norm over two hops."""
 
     def sweep(problem, solver, **sampling):
-        return 0.5 + (4 * (3e-6 + problem.y0.nbytes / 1e9) + 2 * 3e-6 if problem.comm.size > 1 else 0)
+        return 0.5 + (
+            4 * (3e-6 + problem.y0.nbytes / 1e9) + 2 * 3e-6 if problem.comm.size > 1 else 0
+        )
 
     monkeypatch.setattr(_measure, "iteration", sweep)
     found = _calibrate.interconnect(mesh(4), sizes=(0, 1 << 20))
@@ -484,14 +593,26 @@ def test_a_switch_costs_all_of_its_branches_where_layers_are_evaluated_at_once()
         first, second = ((lambda y, w=w: y + layer.dt * jnp.tanh(y @ w)) for w in layer.params)
         return jax.lax.cond(layer.index % 2 == 0, first, second, y)
 
-    device = dataclasses.replace(_at_once.processor("gpu", "H100"), kernel=0.0, launch=0.0)  # no kernels more
+    device = dataclasses.replace(
+        _at_once.processor("gpu", "H100"), kernel=0.0, launch=0.0
+    )  # no kernels more
     with planning.assume(device):
-        plain, switch = (planning.estimate(lp_jax.Problem(step, params, y0)) for step in (one, either))
-    alone, together = (s / p for s, p in zip(switch.gradient[::3], plain.gradient[::3], strict=True))  # no sums
-    assert 0.95 < alone < 1.3 and 2 <= together / alone < 2.1  # both, and the choice between their results
+        plain, switch = (
+            planning.estimate(lp_jax.Problem(step, params, y0)) for step in (one, either)
+        )
+    alone, together = (
+        s / p for s, p in zip(switch.gradient[::3], plain.gradient[::3], strict=True)
+    )  # no sums
+    assert (
+        0.95 < alone < 1.3 and 2 <= together / alone < 2.1
+    )  # both, and the choice between their results
 
     def lowered(at_once):
-        solve = jax.jit(lambda w: lp_jax.solve(either, w, y0, solver=lp_jax.Picard(sweeps=2, at_once=at_once)).y1)
+        solve = jax.jit(
+            lambda w: (
+                lp_jax.solve(either, w, y0, solver=lp_jax.Picard(sweeps=2, at_once=at_once)).y1
+            )
+        )
         return solve.lower(params).as_text()
 
     assert "stablehlo.case" in lowered(1) and "stablehlo.case" not in lowered(64)
@@ -502,12 +623,21 @@ def test_shapes_are_enough_for_an_estimate():
     shapes = jax.eval_shape(lambda: (params, y0))
     machine = planning.estimate(lp_jax.Problem(layer, params, y0), device="H100")
     assert planning.estimate(lp_jax.Problem(layer, *shapes), device="H100") == machine
-    traced = jax.jit(lambda *arrays: planning.estimate(lp_jax.Problem(layer, *arrays), device="H100").state_bytes)
+    traced = jax.jit(
+        lambda *arrays: planning.estimate(lp_jax.Problem(layer, *arrays), device="H100").state_bytes
+    )
     assert traced(params, y0) == machine.state_bytes
     assert machine.examples == 32 and 0.9 < machine.overhead < 1 and 0.3 < machine.relaxation < 0.5
-    assert machine.kept_bytes in (32 * 64 * 4, 2 * 32 * 64 * 4)  # of a tanh JAX 0.10 keeps two arrays, 0.12 one
-    machine = planning.estimate(lp_jax.Problem(lambda y, layer: y, jnp.zeros(8), jnp.zeros(3)), device="H100")
-    assert machine.seconds("forward", 1) > 0 and machine.newton is None  # a state of one axis has no examples
+    assert machine.kept_bytes in (
+        32 * 64 * 4,
+        2 * 32 * 64 * 4,
+    )  # of a tanh JAX 0.10 keeps two arrays, 0.12 one
+    machine = planning.estimate(
+        lp_jax.Problem(lambda y, layer: y, jnp.zeros(8), jnp.zeros(3)), device="H100"
+    )
+    assert (
+        machine.seconds("forward", 1) > 0 and machine.newton is None
+    )  # a state of one axis has no examples
 
 
 def test_a_plan_for_workers_at_hand_measures_their_messages(monkeypatch, clock):
@@ -532,8 +662,12 @@ def test_a_plan_for_workers_at_hand_measures_their_messages(monkeypatch, clock):
     in_time = lp_jax.plan(problem, comm=mesh, machine=slow, seconds=10.0)
     assert any(choice.probed for choice in in_time.choices) and not in_time.unprobed
     seen.pop()
-    apart = lp_jax.plan(problem, workers=2, machine=dataclasses.replace(UNFILLED, examples=2), seconds=1e9)
-    assert seen == [2, 2] and "message times unknown, taken as zero: plan(comm=mesh)" in apart.reason
+    apart = lp_jax.plan(
+        problem, workers=2, machine=dataclasses.replace(UNFILLED, examples=2), seconds=1e9
+    )
+    assert (
+        seen == [2, 2] and "message times unknown, taken as zero: plan(comm=mesh)" in apart.reason
+    )
     with pytest.raises(ValueError, match=r"workers=4 and a comm of 2"):
         lp_jax.plan(problem, comm=mesh, workers=4, machine=slow, seconds=0.0)
 

@@ -62,7 +62,13 @@ def test_depth_is_that_of_the_program_where_nothing_is_evaluated_again():
     nothing: they need not wait for the sweep before, and are done after it all the same.
     """
     for relaxation, skip in (("F", True), ("FCF", False)):
-        fields = {"coarsening": 8, "iterations": 3, "coarse_step": INJECT, "storage": "all", "at_once": math.inf}
+        fields = {
+            "coarsening": 8,
+            "iterations": 3,
+            "coarse_step": INJECT,
+            "storage": "all",
+            "at_once": math.inf,
+        }
         solver = lp_jax.MGRIT(relaxation=relaxation, start="cascade" if skip else "guess", **fields)
         said, found = training_step(solver, solver, N), counted(N, solver, solver)
         corrections = 2 * (3 - skip)
@@ -84,13 +90,24 @@ def test_one_interval_per_worker():
     """N / P evaluations per cycle, forward and adjoint: the speedup of the design, 3 P / (k_f + 2 k_b)."""
     workers = 4
     forward, adjoint = (
-        lp_jax.MGRIT(coarsening=N // workers, iterations=k, coarse_step=IDENTITY, start="guess", storage="all")
+        lp_jax.MGRIT(
+            coarsening=N // workers,
+            iterations=k,
+            coarse_step=IDENTITY,
+            start="guess",
+            storage="all",
+        )
         for k in (2, 1)
     )
     said = training_step(forward, adjoint, N, workers=workers, at_once=1)
-    assert said.depth("forward") == 3 * N / workers  # with the final sweep, which keeps what the adjoint needs
+    assert (
+        said.depth("forward") == 3 * N / workers
+    )  # with the final sweep, which keeps what the adjoint needs
     assert said.depth("adjoint") == 2 * N / workers
-    skipped = dataclasses.replace(forward, start="cascade"), dataclasses.replace(adjoint, start="cascade")
+    skipped = (
+        dataclasses.replace(forward, start="cascade"),
+        dataclasses.replace(adjoint, start="cascade"),
+    )
     said = training_step(*skipped, N, workers=workers, at_once=1)
     assert (said.depth("forward"), said.depth("adjoint")) == (2 * N / workers, N / workers)
 
@@ -114,7 +131,9 @@ def test_newton_by_hand():
 
 
 def test_newton_within_multigrid_is_read_from_the_program():
-    solver = lp_jax.MGRIT(coarsest=lp_jax.Newton(iterations=2), coarse_step=INJECT, c_weight=jnp.ones(()))
+    solver = lp_jax.MGRIT(
+        coarsest=lp_jax.Newton(iterations=2), coarse_step=INJECT, c_weight=jnp.ones(())
+    )
     assert training_step(solver, solver, 16).work("gradient") == 16
 
 
@@ -126,7 +145,10 @@ def test_a_fixed_effort_replaces_a_tolerance(kind):
 
 
 def test_summaries_and_variants():
-    said = {summary(solver) for solver in (PICARD[2], PICARD[1], lp_jax.Serial(), INJECT, lp_jax.MGRIT())}
+    said = {
+        summary(solver)
+        for solver in (PICARD[2], PICARD[1], lp_jax.Serial(), INJECT, lp_jax.MGRIT())
+    }
     assert said == {
         "2 Picard sweeps over the layers",
         "1 Picard sweep over the layers",
@@ -148,10 +170,17 @@ def test_a_solver_from_outside_is_counted_by_its_program(keep, workers):
 
     A sweep is one batch, as Picard's, and takes a message, where Picard's takes a prefix sum's besides.
     """
-    solver, adjoint_solver, mine = Relaxation(iterations=3, keep=keep), Relaxation(iterations=2), N // workers
+    solver, adjoint_solver, mine = (
+        Relaxation(iterations=3, keep=keep),
+        Relaxation(iterations=2),
+        N // workers,
+    )
     said = training_step(solver, adjoint_solver, N, workers=workers)
     again = {} if keep else {("linearise", mine): 2 + 1}
-    assert said.batches == {("forward", mine): 3 + 1, ("adjoint", mine): 2 + 1, ("gradient", mine): 1} | again
+    assert (
+        said.batches
+        == {("forward", mine): 3 + 1, ("adjoint", mine): 2 + 1, ("gradient", mine): 1} | again
+    )
     assert (said.states, said.reductions) == ((0, 0) if workers == 1 else (4 + 3, 4))
     sweeps = training_step(lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2), N, workers=workers)
     assert said.work("forward", "gradient") == sweeps.work("forward", "gradient")
@@ -172,7 +201,10 @@ def test_plain_functions_are_counted_by_the_program():
     identity = count(lp_jax.MGRIT(coarse_step=IDENTITY, **fields), N)
     assert count(lp_jax.MGRIT(coarse_step=nothing, **fields), N).work() == identity.work()
     relaxed = count(lp_jax.MGRIT(coarse_step=IDENTITY, relaxation="FCF", **fields), N)
-    assert count(lp_jax.MGRIT(coarse_step=IDENTITY, relaxation=twice, **fields), N).work() == relaxed.work()
+    assert (
+        count(lp_jax.MGRIT(coarse_step=IDENTITY, relaxation=twice, **fields), N).work()
+        == relaxed.work()
+    )
     figure = viz.hierarchy(lp_jax.MGRIT(coarse_step=nothing, relaxation=twice), N)
     shown = [text.get_text() for ax in figure.axes for text in ax.texts]
     assert "twice" in shown and "the function nothing" in figure.get_supxlabel()

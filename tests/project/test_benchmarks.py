@@ -8,7 +8,19 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import at_once, dense, gpu, harness, memory, model, networks, profile, ranks, single, training
+from benchmarks import (
+    at_once,
+    dense,
+    gpu,
+    harness,
+    memory,
+    model,
+    networks,
+    profile,
+    ranks,
+    single,
+    training,
+)
 from benchmarks.command import run
 from benchmarks.harness import Clock, Contender, measure, order, relative_error, spread, summary
 from lp_jax import cli
@@ -82,8 +94,12 @@ def test_before_runs_ahead_of_every_sample_and_off_the_clock():
     (timing,) = measure([contender], rounds=2, clock=bench.clock)
     assert bench.log == ["before a", "a"] * 3
     assert timing.seconds == [1.0, 1.0]
-    (timing,) = measure([bench.contender("a", [0.25] * 100)], rounds=2, warmup=1, min_time=0.9, clock=bench.clock)
-    assert timing.calls == 4 and timing.seconds == pytest.approx([0.25, 0.25])  # short calls are repeated in a sample
+    (timing,) = measure(
+        [bench.contender("a", [0.25] * 100)], rounds=2, warmup=1, min_time=0.9, clock=bench.clock
+    )
+    assert timing.calls == 4 and timing.seconds == pytest.approx(
+        [0.25, 0.25]
+    )  # short calls are repeated in a sample
 
 
 def test_ratios_are_formed_within_a_round():
@@ -106,7 +122,9 @@ def test_who_exceeds_the_budget_sits_out_but_not_the_baseline():
     base, slow = measure(contenders, rounds=8, budget=7.0, clock=bench.clock)
     assert base.rounds == list(range(8))
     assert slow.rounds == [0, 1, 2, 3]
-    base, slow = measure([bench.contender(n, [2.0] * 9) for n in "ab"], rounds=8, budget=1.0, clock=bench.clock)
+    base, slow = measure(
+        [bench.contender(n, [2.0] * 9) for n in "ab"], rounds=8, budget=1.0, clock=bench.clock
+    )
     assert slow.rounds == [0, 1, 2]  # never fewer than three
 
 
@@ -135,7 +153,11 @@ def test_bad_options_are_refused_with_what_is_wanted(suite, arguments, message, 
 @pytest.mark.parametrize(
     ("suite", "options", "name"),
     [
-        (single.SUITE, ["Picard 1, 2", "PyTorch, 1", "--rows", "conv,2,32,4"], "Picard 1, 2 levels, 2/1"),
+        (
+            single.SUITE,
+            ["Picard 1, 2", "PyTorch, 1", "--rows", "conv,2,32,4"],
+            "Picard 1, 2 levels, 2/1",
+        ),
         (at_once.SUITE, ["auto"], "auto"),
         (dense.SUITE, ["m = 16, Picard 1, all"], "2 levels, m = 16, Picard 1, all at once"),
     ],
@@ -145,7 +167,9 @@ def test_quick_suite_end_to_end(suite, options, name, tmp_path, capsys):
     said, result = quick(capsys, suite, tmp_path, "--only", *options)
     (row,) = result["rows"]
     contenders = {c["name"]: c for c in row["contenders"]}
-    torch = {c for c in contenders if "PyTorch" in c} | {left["name"] for left in result["left_out"]}
+    torch = {c for c in contenders if "PyTorch" in c} | {
+        left["name"] for left in result["left_out"]
+    }
     assert [c for c in contenders if "PyTorch" not in c] == ["lax.scan", name]
     assert len(torch) == (suite is single.SUITE)
     for contender in contenders.values():
@@ -159,7 +183,9 @@ def test_quick_suite_end_to_end(suite, options, name, tmp_path, capsys):
     assert iterated["residual_norm"] > 0
     assert iterated["temporary_bytes"] > 0
     for looped in torch & contenders.keys():
-        assert contenders[looped]["gradient_error"] < 1e-2  # float32, and rounding may switch a ReLU
+        assert (
+            contenders[looped]["gradient_error"] < 1e-2
+        )  # float32, and rounding may switch a ReLU
     table = (tmp_path / f"{suite.name}.md").read_text()
     assert all(text in table and text in said for text in contenders)
     assert (tmp_path / f"{suite.name}.png").read_bytes().startswith(b"\x89PNG")
@@ -176,7 +202,11 @@ def test_ranks_end_to_end(tmp_path, monkeypatch):
     result = json.loads((tmp_path / "ranks.json").read_text())
     (row,) = result["rows"]
     assert [row[name] for name in ranks.SUITE.sizes] == ["gru", 4, 12, 3]
-    workers = ["devices"] if any(left["name"] == "MPI ranks" for left in result["left_out"]) else ["devices", "ranks"]
+    workers = (
+        ["devices"]
+        if any(left["name"] == "MPI ranks" for left in result["left_out"])
+        else ["devices", "ranks"]
+    )
     names = [f"identity, 2/1, 2 {kind}" for kind in workers]
     contenders = {c["name"]: c for c in row["contenders"]}
     assert list(contenders) == ["lax.scan, 1 thread", "Serial, 1 thread", *names]
@@ -193,7 +223,9 @@ def test_ratios_that_evaluations_allow():
     found = {name: networks.counted_ratio(name, n, p) for name in networks.SETTINGS}
     assert found["identity, 2/1"] == pytest.approx((2 + 1 + 1) / p / 3)
     assert found["identity, 2/2"] == pytest.approx((2 + 2 + 1) / p / 3)
-    assert found["Picard, 2/1"] == pytest.approx((2 + 1 + 1 + 1) / p / 3)  # once more for what the adjoint finds
+    assert found["Picard, 2/1"] == pytest.approx(
+        (2 + 1 + 1 + 1) / p / 3
+    )  # once more for what the adjoint finds
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -201,7 +233,10 @@ def test_ratios_that_evaluations_allow():
 def test_networks_are_the_same_by_a_scan_in_the_library_and_in_pytorch(name):
     network = networks.NETWORKS[name](4, 8, 2)
     exact = training.trainer(network).gradient
-    assert relative_error(training.trainer(network, networks.SERIAL, updates=False).gradient, exact) < 1e-5
+    assert (
+        relative_error(training.trainer(network, networks.SERIAL, updates=False).gradient, exact)
+        < 1e-5
+    )
     if name in ("mlp", "voxels", "paragru", "paralstm"):
         return
     pytest.importorskip("torch", reason="PyTorch is in the extra bench: pip install -e '.[bench]'")
@@ -216,7 +251,9 @@ def test_memory_is_that_of_the_compiled_gradient():
     """A scan of float32 keeps two or three states per layer, checkpoints fewer."""
     width, batch = 8, 16
     ways, network = memory.contenders(64), networks.dense(width, 64, batch)
-    scanned, checkpointed = (memory.bytes_of(network, ways[name]) for name in ("lax.scan", "Serial, checkpoints"))
+    scanned, checkpointed = (
+        memory.bytes_of(network, ways[name]) for name in ("lax.scan", "Serial, checkpoints")
+    )
     states = 64 * width * batch * 4
     assert 2 * states <= scanned["temporary_bytes"] < 4 * states
     assert checkpointed["temporary_bytes"] < scanned["temporary_bytes"] / 2
@@ -229,12 +266,18 @@ def test_memory_is_that_of_the_compiled_gradient():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")  # of jaxlib; as an error it ends the process
+@pytest.mark.filterwarnings(
+    "ignore:builtin type:DeprecationWarning"
+)  # of jaxlib; as an error it ends the process
 def test_profile_end_to_end(capsys, monkeypatch):
     monkeypatch.setenv("NPROC", "2")  # set back afterwards
     assert profile.main(["--row", "dense,8,16,4", "--only", "lax.scan", "--calls", "2"]) == 0
     out = capsys.readouterr().out
-    assert "lax.scan: dense, width 8, 16 layers, batch 4" in out and "dot" in out and "all threads together" in out
+    assert (
+        "lax.scan: dense, width 8, 16 layers, batch 4" in out
+        and "dot" in out
+        and "all threads together" in out
+    )
     with pytest.raises(SystemExit):
         profile.main(["--only", "nonsense"])
     assert "no contender has nonsense in its name" in capsys.readouterr().err
@@ -247,13 +290,20 @@ def test_gpu_end_to_end(tmp_path, capsys):
     """Tiny tasks anywhere; a second call goes on, and a task that does not fit the seconds left is not begun."""
 
     def call(*options):
-        with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with (
+            jax.enable_x64(False),
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+        ):
             assert gpu.main(["--out", str(tmp_path), *options]) == 0
         return capsys.readouterr().out, json.loads((tmp_path / "gpu.json").read_text())
 
     only = "--only", "training: dense", "sums", "processor"
     out, result = call("--quick", *only)
-    rows = {name: [row for row in result["rows"] if row["task"] == name] for name in (*only[1:], "gradients")}
+    rows = {
+        name: [row for row in result["rows"] if row["task"] == name]
+        for name in (*only[1:], "gradients")
+    }
     assert [row["name"] for row in rows["training: dense"]] == ["lax.scan, unroll=8", "default"]
     for row in rows["training: dense"]:
         assert row["curve"][-1][0] == 2 and 0 <= row["accuracy"] <= 1 and row["update"] > 0
@@ -270,7 +320,9 @@ def test_gpu_end_to_end(tmp_path, capsys):
     assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
 
     _, again = call("--quick", *only)
-    assert [row | {"manifest": None} for row in again["rows"]] == [row | {"manifest": None} for row in result["rows"]]
+    assert [row | {"manifest": None} for row in again["rows"]] == [
+        row | {"manifest": None} for row in result["rows"]
+    ]
     assert all(row["manifest"] == result["manifest"] for row in again["rows"])
 
     out, short = call("--seconds", "1", "--only", "lengths", "encoder")
@@ -290,7 +342,9 @@ def test_gpu_tasks_that_fail_or_have_no_data_are_left_out(tmp_path, capsys, monk
         ("sums", "ValueError: no memory"),
         ("training: encoder", "needs --data FOLDER"),
     ]
-    assert len(result["rows"]) == 1 and "last" not in result["rows"][0]  # the task begins anew in the next call
+    assert (
+        len(result["rows"]) == 1 and "last" not in result["rows"][0]
+    )  # the task begins anew in the next call
     assert not (tmp_path / "gpu.png").exists() and "Left out: sums" in capsys.readouterr().out
 
 
@@ -302,7 +356,9 @@ def test_the_kept_gpu_result_is_what_its_page_and_pictures_show():
     assert len(keys) == len(set(keys))
     trained = {row["title"] for row in result["rows"] if "curve" in row}
     assert {panel.get_title(loc="left") for panel in gpu.draw(result).axes} == trained
-    assert (folder / "gpu.png").read_bytes() == (ROOT / "docs" / "images" / "gpu_trainings.png").read_bytes()
+    assert (folder / "gpu.png").read_bytes() == (
+        ROOT / "docs" / "images" / "gpu_trainings.png"
+    ).read_bytes()
 
 
 # --- predictions ----------------------------------------------------------------------------------------------------
@@ -323,7 +379,10 @@ def test_model_end_to_end(tmp_path, capsys):
 
     said = run()
     assert "of 1 predictions are within 25%" in said
-    machines = {name.split()[-1]: machine for name, machine in model.read(tmp_path / "machines.json").items()}
+    machines = {
+        name.split()[-1]: machine
+        for name, machine in model.read(tmp_path / "machines.json").items()
+    }
     assert set(machines) == {"alone", "devices"}
     slower = machines["devices"].forward[0] / machines["alone"].forward[0]
     assert machines["devices"].gradient[0] == pytest.approx(slower * machines["alone"].gradient[0])

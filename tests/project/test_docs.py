@@ -27,16 +27,25 @@ import lp_jax.viz
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+    for path in sorted(
+        [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+    )
 }
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
-VALUE = re.compile(r"True|False|None|[-+\d\[('\"]")  # how a comment begins that is a value, not a remark
+VALUE = re.compile(
+    r"True|False|None|[-+\d\[('\"]"
+)  # how a comment begins that is a value, not a remark
 # test_extending.py and test_data*.py run these, which need files or look at what the examples define.
 ELSEWHERE = {"docs/extending.md", "docs/data.md"}
 # conftest.py has made the devices; probes of the planner shall not take their ten seconds.
-CHANGES = {'jax.config.update("jax_num_cpu_devices", 4)': "", "machine=gpu": "machine=gpu, seconds=0.1"}
+CHANGES = {
+    'jax.config.update("jax_num_cpu_devices", 4)': "",
+    "machine=gpu": "machine=gpu, seconds=0.1",
+}
 # jax 0.12 keeps one array of a tanh for the adjoint where 0.10 keeps two; docs/planning.md says so.
-MEGABYTES = {} if jax.__version__.startswith("0.10.") else {"  21.1  ": "  19  ", "  14.8  ": "  12.7  "}
+MEGABYTES = (
+    {} if jax.__version__.startswith("0.10.") else {"  21.1  ": "  19  ", "  14.8  ": "  12.7  "}
+)
 
 
 def blocks(page):
@@ -86,14 +95,22 @@ def run(page):
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(compile(ast.Module([statement], []), page, "exec"), names)
-            promised = lines[statement.end_lineno - 1][statement.end_col_offset :].strip().removeprefix("# ")
+            promised = (
+                lines[statement.end_lineno - 1][statement.end_col_offset :]
+                .strip()
+                .removeprefix("# ")
+            )
             if VALUE.match(promised) and printed.getvalue():
-                assert same(promised, printed.getvalue()), f"{page} promises {promised}, not {printed.getvalue()}"
+                assert same(promised, printed.getvalue()), (
+                    f"{page} promises {promised}, not {printed.getvalue()}"
+                )
             else:
                 pending += printed.getvalue()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and dict(blocks(page)).get("python")])
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in ELSEWHERE and dict(blocks(page)).get("python")]
+)
 @pytest.mark.usefixtures("as_users_run_it")
 def test_examples_run_and_print_what_they_say(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -103,9 +120,23 @@ def test_examples_run_and_print_what_they_say(page, tmp_path, monkeypatch):
 
 def test_output_is_compared():
     assert same("a 3e-05", "a 2.9e-05") and same("1.50 x\n...\n[2, 3]", "1.505 x y 7 [2, 3]")
-    assert not same("a 3e-05", "a 5e-05") and not same("1.50", "1.52") and not same("a", "a b") and not same("a b", "a")
-    assert not same("a\n...\nb", "a c") and not same("a\n...\nb", "a b c") and not same("...\nb", "b a")
-    assert same("...\nb\n...", "a b c") and same("...\nb", "b b") and not same("a\n...\na", "a") and not same("a", "")
+    assert (
+        not same("a 3e-05", "a 5e-05")
+        and not same("1.50", "1.52")
+        and not same("a", "a b")
+        and not same("a b", "a")
+    )
+    assert (
+        not same("a\n...\nb", "a c")
+        and not same("a\n...\nb", "a b c")
+        and not same("...\nb", "b a")
+    )
+    assert (
+        same("...\nb\n...", "a b c")
+        and same("...\nb", "b b")
+        and not same("a\n...\na", "a")
+        and not same("a", "")
+    )
 
 
 def anchors(text):
@@ -117,7 +148,9 @@ def anchors(text):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_exist(page):
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?[^)]*\)", FENCE.sub("", PAGES[page])):
+    for target, anchor in re.findall(
+        r"\]\(([^)#\s]*)(?:#([^)\s]*))?[^)]*\)", FENCE.sub("", PAGES[page])
+    ):
         if target.startswith("https://"):
             continue
         path = (ROOT / page).parent / target if target else ROOT / page
@@ -134,7 +167,9 @@ def test_every_page_is_in_the_site_and_its_links_lead_to_pages(monkeypatch):
     for page, source in site.pages().items():
         text = site.with_links((ROOT / source).read_text(), source, page)
         for target in re.findall(r"\]\((?!\w+:|#)([^)#\s]+\.md)", FENCE.sub("", text)):
-            assert (ROOT / page).parent.joinpath(target).resolve().relative_to(ROOT).as_posix() in names, (page, target)
+            assert (ROOT / page).parent.joinpath(target).resolve().relative_to(
+                ROOT
+            ).as_posix() in names, (page, target)
 
 
 MAIN = (lp_jax, lp_jax.multigrid, lp_jax.nn, lp_jax.train, lp_jax.data, lp_jax.planning, lp_jax.viz)
@@ -151,7 +186,9 @@ def public(module):
 def test_every_public_name_is_in_the_reference(module):
     text = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/reference/"))
     listed = [name.rpartition(".") for name in re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE)]
-    found = [getattr(importlib.import_module(module or name), name, None) for module, _, name in listed]
+    found = [
+        getattr(importlib.import_module(module or name), name, None) for module, _, name in listed
+    ]
     missing = [name for name, x in public(module).items() if not any(x is y for y in found)]
     assert public(module) and not missing
 
@@ -163,7 +200,12 @@ def docstring_examples():
         for node in ast.parse(path.read_text()).body:
             for part in ast.walk(node):
                 if isinstance(part, (ast.ClassDef, ast.FunctionDef)):
-                    yield node.name, "".join(e.source for e in parser.get_examples(ast.get_docstring(part) or ""))
+                    yield (
+                        node.name,
+                        "".join(
+                            e.source for e in parser.get_examples(ast.get_docstring(part) or "")
+                        ),
+                    )
 
 
 @functools.cache
@@ -185,13 +227,22 @@ def taught():
 def test_every_public_name_is_in_an_example(module):
     """In its own docstring, or by its full name in another one, on a page or in a notebook."""
     own = {name for name, text in docstring_examples() if text}
-    missing = [name for name, x in public(module).items() if f"{module.__name__}.{name}" not in taught()]
-    assert not [name for name in missing if name not in own or name != getattr(public(module)[name], "__name__", "")]
+    missing = [
+        name for name, x in public(module).items() if f"{module.__name__}.{name}" not in taught()
+    ]
+    assert not [
+        name
+        for name in missing
+        if name not in own or name != getattr(public(module)[name], "__name__", "")
+    ]
 
 
 def test_the_readme_is_short_and_begins_with_what_any_reader_can_run():
     text = PAGES["README.md"]
-    places = [text.index(found) for found in ("pip install", "lp-jax demo", "import jax", "make demo", "make test")]
+    places = [
+        text.index(found)
+        for found in ("pip install", "lp-jax demo", "import jax", "make demo", "make test")
+    ]
     assert places == sorted(places) and len(text.split()) < 800
     code = "\n".join(text for language, text in blocks("README.md") if language == "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 16
@@ -201,9 +252,15 @@ def test_tables_of_a_gpu_hold_the_numbers_that_are_kept():
     """Rows of docs/gpu.md: milliseconds of an update, or of a gradient; the README has those of the trainings."""
     kept = json.loads((ROOT / "benchmarks" / "results" / "gpu" / "gpu.json").read_text())["rows"]
     rows = [row for row in kept if "update" in row or "seconds" in row]
-    times = {(row["title"], row["name"]): row.get("update") or row["seconds"]["median"] for row in rows}
+    times = {
+        (row["title"], row["name"]): row.get("update") or row["seconds"]["median"] for row in rows
+    }
     trained = {row["title"] for row in rows if "update" in row}
-    rows = [line for line in PAGES["docs/gpu.md"].splitlines() if line.startswith("| ") and line.count("|") == 6]
+    rows = [
+        line
+        for line in PAGES["docs/gpu.md"].splitlines()
+        if line.startswith("| ") and line.count("|") == 6
+    ]
     shown = set()
     for title, *cells in ([cell.strip() for cell in row.strip("|").split("|")] for row in rows):
         if (title, "default") not in times:

@@ -65,13 +65,23 @@ def evaluations(solver):
     stacks, evaluate = [], LayerStep.evaluate
 
     def watch(self, *arguments, **options):
-        stacks.append([name for name, _ in callers(sys._getframe(1)) if not name.startswith("check_arguments")])
+        stacks.append(
+            [
+                name
+                for name, _ in callers(sys._getframe(1))
+                if not name.startswith("check_arguments")
+            ]
+        )
         return evaluate(self, *arguments, **options)
 
     with mock.patch.object(LayerStep, "evaluate", watch):
         trace(solver, lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params))
     asked_for_structure = "Linearised._from_state"  # evaluates nothing in the end
-    return [s for s in stacks if any(name.endswith(".improve") for name in s) and asked_for_structure not in s]
+    return [
+        s
+        for s in stacks
+        if any(name.endswith(".improve") for name in s) and asked_for_structure not in s
+    ]
 
 
 def drawn():
@@ -81,7 +91,9 @@ def drawn():
 
 
 # with few examples, gradients of weights are sums of outer products
-@pytest.mark.parametrize(("name", "examples"), [*((name, 20) for name in SOLVERS), ("picard", 2), ("mgrit", 2)])
+@pytest.mark.parametrize(
+    ("name", "examples"), [*((name, 20) for name in SOLVERS), ("picard", 2), ("mgrit", 2)]
+)
 def test_the_steps_code_runs_twice_per_level(name, examples):
     """Once to see what it returns, once for the program that all solves evaluate, adjoint ones too."""
     solver, levels = SOLVERS[name]
@@ -106,10 +118,15 @@ def test_the_drawing_is_the_traceback():
 )
 def test_calls_in_an_iteration(row, solver, coarse):
     """The longest way to the step's program in an iteration, and the call that runs its code where it runs."""
-    (written,) = re.findall(rf"^\| {re.escape(row)} \| (\d+) \| (\d+) \|$", PAGE.read_text(), flags=re.MULTILINE)
+    (written,) = re.findall(
+        rf"^\| {re.escape(row)} \| (\d+) \| (\d+) \|$", PAGE.read_text(), flags=re.MULTILINE
+    )
     stacks = [stack for stack in evaluations(solver) if ("coarse_solve" in stack) == coarse]
     relaxations = [s for s in stacks if coarse or solver is SWEEPS[0] or "relaxed" in s]
-    lengths = [max(len(s) + 2 for s in relaxations if s[0] == verb) for verb in ("solve", "Program.solve.<locals>.bwd")]
+    lengths = [
+        max(len(s) + 2 for s in relaxations if s[0] == verb)
+        for verb in ("solve", "Program.solve.<locals>.bwd")
+    ]
     assert lengths == list(map(int, written))
 
 

@@ -24,9 +24,13 @@ def unit(weights, h, x):
 
 def loss(weights, text, solver):
     x = jnp.swapaxes(weights["embedding"][text[:, :-1]], 0, 1)
-    _, states = lp_jax.scan(functools.partial(unit, weights), jnp.zeros((len(text), HIDDEN)), x, solver=solver)
+    _, states = lp_jax.scan(
+        functools.partial(unit, weights), jnp.zeros((len(text), HIDDEN)), x, solver=solver
+    )
     guesses = jax.nn.log_softmax(states @ weights["head"])
-    return -jnp.mean(jnp.take_along_axis(guesses, jnp.swapaxes(text[:, 1:], 0, 1)[..., None], axis=-1))
+    return -jnp.mean(
+        jnp.take_along_axis(guesses, jnp.swapaxes(text[:, 1:], 0, 1)[..., None], axis=-1)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -46,13 +50,24 @@ def trained(weights, batches, solver):
 @pytest.mark.usefixtures("standard_promotion")
 def test_it_learns_as_by_a_scan(shared_data):
     """Characters of GUM, by Newton's method."""
-    dataset = data.characters(sorted((shared_data / "gum").glob("*-train.conllu*")), length=LENGTH + 1)
+    dataset = data.characters(
+        sorted((shared_data / "gum").glob("*-train.conllu*")), length=LENGTH + 1
+    )
     rng, joint, windows = np.random.default_rng(0), HIDDEN + EMBEDDED, dataset.train_x
-    shapes = {"embedding": (dataset.classes, EMBEDDED), "gate": (joint, HIDDEN), "new": (joint, HIDDEN)}
+    shapes = {
+        "embedding": (dataset.classes, EMBEDDED),
+        "gate": (joint, HIDDEN),
+        "new": (joint, HIDDEN),
+    }
     shapes["head"] = HIDDEN, dataset.classes
-    weights = {name: jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5) for name, shape in shapes.items()}
+    weights = {
+        name: jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5)
+        for name, shape in shapes.items()
+    }
     batches = windows[rng.choice(len(windows), (STEPS, BATCH))]
     newton = lp_jax.Newton(iterations=6, relaxations=8, batch_axes=1)
-    (_, wanted), (first, last) = (trained(weights, batches, solver) for solver in (lp_jax.Serial(), newton))
+    (_, wanted), (first, last) = (
+        trained(weights, batches, solver) for solver in (lp_jax.Serial(), newton)
+    )
     assert last < 0.8 * first
     np.testing.assert_allclose(last, wanted, rtol=5e-3)

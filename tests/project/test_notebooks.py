@@ -20,7 +20,9 @@ EXECUTED = "06_layers_over_devices"  # makes devices, so it needs a process of i
 
 
 def test_the_notebooks_are_numbered_without_gaps():
-    assert [path.name[:2] for path in SOURCES] == [f"{number:02}" for number in range(1, len(SOURCES) + 1)]
+    assert [path.name[:2] for path in SOURCES] == [
+        f"{number:02}" for number in range(1, len(SOURCES) + 1)
+    ]
     assert len(SOURCES) >= 8
 
 
@@ -31,13 +33,27 @@ def test_a_notebook_needs_nothing_of_the_repository(path):
     first = next(cell for cell in text.split("\n# %%")[1:] if not cell.startswith(" [markdown]"))
     assert 'find_spec("lp_jax") is None' in first and "lp_jax[train]" in first
     nodes = list(ast.walk(ast.parse(text)))
-    roots = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    roots = {
+        alias.name.split(".")[0]
+        for node in nodes
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     roots |= {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
-    assert roots - sys.stdlib_module_names <= {"flax", "jax", "lp_jax", "matplotlib", "numpy", "optax"}
+    assert roots - sys.stdlib_module_names <= {
+        "flax",
+        "jax",
+        "lp_jax",
+        "matplotlib",
+        "numpy",
+        "optax",
+    }
     assert not re.search(r"\bopen\(|Path\(", text)
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.stem != EXECUTED], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if path.stem != EXECUTED], ids=lambda path: path.stem
+)
 def test_runs(path, capsys, request):
     """In this process, which has everything imported. Cells are plain Python, as a linter and mypy see them."""
     if path.stem in COMPUTE:
@@ -62,6 +78,8 @@ def test_a_notebook_is_executed_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["execute.py", str(tmp_path), EXECUTED])
     runpy.run_path(str(FOLDER / "execute.py"), run_name="__main__")
     cells = json.loads((tmp_path / f"{EXECUTED}.ipynb").read_text(encoding="utf-8"))["cells"]
-    outputs = [output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]]
+    outputs = [
+        output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]
+    ]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert not [output for output in outputs if output.get("name") == "stderr"]

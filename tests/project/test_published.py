@@ -34,7 +34,13 @@ MEASURED = {
     "GRU, 1024 steps, 100 units": (1024, 1534, 3324, 1711),
 }
 FIGURES = PUBLISHED | {
-    f"TorchBraid, measured: {name}, {workers} rank": (layers, workers, THREE, (2, 1), serial / parallel)
+    f"TorchBraid, measured: {name}, {workers} rank": (
+        layers,
+        workers,
+        THREE,
+        (2, 1),
+        serial / parallel,
+    )
     for name, (layers, serial, *times) in MEASURED.items()
     for workers, parallel in enumerate(times, start=1)
 }
@@ -75,10 +81,15 @@ def test_published_speedups_are_counted_within_thirty_percent(figure):
 )
 def test_published_crossovers_are_counted(layers, hierarchy, cycles, crossover):
     """The first power of two of workers that are faster than one with serial propagation."""
-    assert next(2**k for k in range(20) if counted_by_levels(layers, 2**k, hierarchy, cycles) > 1) == crossover
+    assert (
+        next(2**k for k in range(20) if counted_by_levels(layers, 2**k, hierarchy, cycles) > 1)
+        == crossover
+    )
 
 
-@pytest.mark.parametrize("layers, hierarchy, cycles", [(64, THREE, (2, 1)), (4096, TWO, (2, 2)), (1024, FIVE, (5, 5))])
+@pytest.mark.parametrize(
+    "layers, hierarchy, cycles", [(64, THREE, (2, 1)), (4096, TWO, (2, 2)), (1024, FIVE, (5, 5))]
+)
 def test_the_planner_counts_what_the_formula_does_where_every_worker_holds_an_interval_of_every_level(
     layers, hierarchy, cycles
 ):
@@ -86,4 +97,6 @@ def test_the_planner_counts_what_the_formula_does_where_every_worker_holds_an_in
     for workers in (1, intervals // 2, intervals):
         setting = layers, workers, hierarchy, cycles
         assert counted(*setting) == pytest.approx(counted_by_levels(*setting), rel=1e-12)
-    assert counted(layers, 4 * intervals, hierarchy, cycles) == counted(layers, intervals, hierarchy, cycles)
+    assert counted(layers, 4 * intervals, hierarchy, cycles) == counted(
+        layers, intervals, hierarchy, cycles
+    )

@@ -54,16 +54,31 @@ def python(built, tmp_path, request):
     venv.create(tmp_path / "env", with_pip=False, symlinks=True)
     (packages,) = tmp_path.glob("env/lib/python*/site-packages")
     for name, distribution in required("lp_jax", request.param).items():
-        tops = {Path(file).parts[0] for file in distribution.files or () if ".." not in Path(file).parts}
+        tops = {
+            Path(file).parts[0] for file in distribution.files or () if ".." not in Path(file).parts
+        }
         for top in tops if name != "lp_jax" else ():
             if not (packages / top).exists():
                 (packages / top).symlink_to(distribution.locate_file(top))
     python = tmp_path / "env" / "bin" / "python"
-    output(sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(built[1]))
+    output(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--no-deps",
+        "--no-index",
+        str(built[1]),
+    )
     (tmp_path / "empty").mkdir()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "PYTHON"))}
     return lambda *arguments: output(
-        python, *arguments, cwd=tmp_path / "empty", env=kept | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg"}
+        python,
+        *arguments,
+        cwd=tmp_path / "empty",
+        env=kept | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg"},
     )
 
 
@@ -72,10 +87,20 @@ def test_the_wheel_holds_the_package_and_the_source_all_that_is_tested(built):
     output(sys.executable, "-m", "twine", "check", "--strict", *map(str, built))
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"lp_jax/py.typed", "lp_jax_command.py"} < names
-    assert {name.split("/")[0] for name in names} == {"lp_jax", "lp_jax_command.py", f"lp_jax-{VERSION}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {
+        "lp_jax",
+        "lp_jax_command.py",
+        f"lp_jax-{VERSION}.dist-info",
+    }
     with tarfile.open(source) as opened:
         inside = {name.partition("/")[2] for name in opened.getnames()}
-    assert {"tests/project/test_release.py", "docs/start.md", ".github/oldest.txt", "Makefile", "LICENSE"} < inside
+    assert {
+        "tests/project/test_release.py",
+        "docs/start.md",
+        ".github/oldest.txt",
+        "Makefile",
+        "LICENSE",
+    } < inside
 
 
 def test_the_text_for_a_package_index_has_no_links_into_the_repository(built):
@@ -104,7 +129,9 @@ def test_the_command_runs_from_the_wheel(python):
 
 
 def test_the_version_is_the_same_wherever_it_stands():
-    citation = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
+    citation = re.search(
+        r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE
+    )
     newest = re.search(r"^## \[(\d.*?)\]", PAGES["CHANGELOG.md"], flags=re.MULTILINE)
     assert citation[1] == newest[1] == VERSION
 

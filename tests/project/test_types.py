@@ -47,4 +47,7 @@ except jaxtyping.TypeCheckError:
 def test_annotations_hold_while_solvers_are_traced():
     for package in ("beartype", "jaxtyping"):
         pytest.importorskip(package, reason=f"{package} comes with the extra lp_jax[test]")
-    assert output(sys.executable, "-c", SCRIPT, env=os.environ | {"JAX_PLATFORMS": "cpu"}).strip() == "checked"
+    assert (
+        output(sys.executable, "-c", SCRIPT, env=os.environ | {"JAX_PLATFORMS": "cpu"}).strip()
+        == "checked"
+    )

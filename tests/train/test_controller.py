@@ -46,9 +46,16 @@ def test_it_measures_errors_and_noise():
     batch, serial = next(batches(0)), lp_jax.Serial()
     found = _measure(loss_fn, None, PARAMS, batch, SOLVER, SOLVER)
     exact, g = gradient(batch, serial, serial), gradient(batch, SOLVER, SOLVER)
-    halves = [gradient([x[part] for x in batch], SOLVER, SOLVER) for part in (slice(8), slice(8, 16))]
+    halves = [
+        gradient([x[part] for x in batch], SOLVER, SOLVER) for part in (slice(8), slice(8, 16))
+    ]
     between = gradient(batch, SOLVER, serial)
-    pairs = {"error": (g, exact), "forward_error": (between, exact), "adjoint_error": (between, g), "noise": halves}
+    pairs = {
+        "error": (g, exact),
+        "forward_error": (between, exact),
+        "adjoint_error": (between, g),
+        "noise": halves,
+    }
     for name, (a, b) in pairs.items():
         apart = np.linalg.norm(np.subtract(a, b)) / np.linalg.norm(exact)
         np.testing.assert_allclose(found[name], apart / (2 if name == "noise" else 1), rtol=1e-10)
@@ -61,7 +68,9 @@ def test_the_noise_is_that_of_the_mean_over_the_batch():
     noise = jax.jit(lambda batch: _measure(loss_fn, None, PARAMS, batch, serial, serial)["noise"])
     gradients = np.stack([gradient(batch, serial, serial) for batch in drawn])
     deviation = np.sqrt(np.sum(np.var(gradients, axis=0, ddof=1)))
-    absolute = [(float(noise(b)) * np.linalg.norm(g)) ** 2 for b, g in zip(drawn, gradients, strict=True)]
+    absolute = [
+        (float(noise(b)) * np.linalg.norm(g)) ** 2 for b, g in zip(drawn, gradients, strict=True)
+    ]
     np.testing.assert_allclose(np.sqrt(np.mean(absolute)), deviation, rtol=0.1)
 
 
@@ -95,8 +104,13 @@ def test_it_goes_serial_and_back():
 
 def test_training_stays_within_the_bound_compiles_once_and_goes_on_after_a_break():
     def run(state, epochs, **options):
-        options |= {"controller": train.Controller(loss_fn, bound=0.1, probe_every=6), "steps_per_epoch": 5}
-        return train.fit(STEP_FN, jax.tree.map(jnp.copy, state), batches, epochs=epochs, solver=SOLVER, **options)
+        options |= {
+            "controller": train.Controller(loss_fn, bound=0.1, probe_every=6),
+            "steps_per_epoch": 5,
+        }
+        return train.fit(
+            STEP_FN, jax.tree.map(jnp.copy, state), batches, epochs=epochs, solver=SOLVER, **options
+        )
 
     state = train.init_state(PARAMS, OPTIMIZER)
     before = STEP_FN._cache_size()
@@ -104,7 +118,10 @@ def test_training_stays_within_the_bound_compiles_once_and_goes_on_after_a_break
     assert STEP_FN._cache_size() <= before + 1
     rows = log.of("control")
     assert [row["step"] for row in rows] == [1, 7, 9, 13, 19]
-    assert all(row["error"] <= row["allowed"] for row in rows[1:]) and len({row["rtol"] for row in rows}) > 1
+    assert (
+        all(row["error"] <= row["allowed"] for row in rows[1:])
+        and len({row["rtol"] for row in rows}) > 1
+    )
     half, log = run(state, 2)
     again, log = run(half, 4, log=log)
     chex.assert_trees_all_equal(whole, again)
@@ -112,7 +129,12 @@ def test_training_stays_within_the_bound_compiles_once_and_goes_on_after_a_break
 
 
 def test_senseless_settings_are_refused():
-    for options in ({"bound": 0.0}, {"of": "nois"}, {"least": 0.5, "most": 0.1}, {"probe_every": 0}):
+    for options in (
+        {"bound": 0.0},
+        {"of": "nois"},
+        {"least": 0.5, "most": 0.1},
+        {"probe_every": 0},
+    ):
         with pytest.raises(ValueError, match=next(iter(options))):
             train.Controller(loss_fn, **options)
     controller = train.Controller(loss_fn)

@@ -23,7 +23,9 @@ BATCH = np.asarray(normal((8, 3))), np.arange(8) % 2
 
 def test_coarsening_undoes_refinement():
     for factor, t1 in ((2, 2.0), (3, (0.0, 0.5, 0.6, 1.5, 2.0))):
-        trunk = nn.LayerParallel(lambda rngs: nn.DenseResidual(5, rngs=rngs), 4, t1=t1, rngs=nnx.Rngs(0))
+        trunk = nn.LayerParallel(
+            lambda rngs: nn.DenseResidual(5, rngs=rngs), 4, t1=t1, rngs=nnx.Rngs(0)
+        )
         back = nn.coarsen(nn.refine(trunk, factor), factor)
         assert back.num_layers == 4
         np.testing.assert_allclose(np.asarray(back.t1), np.asarray(trunk.t1), rtol=1e-15)
@@ -39,7 +41,9 @@ def test_coarsening_undoes_refinement():
 SEARCH = train.Backtracking(trials=5)
 
 
-def plain_cycle(losses, like, optimizer, states, params, *, pre=1, post=1, coarsest=2, line_search=SEARCH):
+def plain_cycle(
+    losses, like, optimizer, states, params, *, pre=1, post=1, coarsest=2, line_search=SEARCH
+):
     """One cycle in Python's own loops; parameters, and the number of fine gradients.
 
     ``losses``: from fine to coarse, each with its gradient; ``like``: parameters of each level.
@@ -67,7 +71,10 @@ def plain_cycle(losses, like, optimizer, states, params, *, pre=1, post=1, coars
         nonlocal spent
         if level == len(losses) - 1:
             for _ in range(coarsest):
-                at, known = step(level, at, gradient(level, v, at) if known is None else known), None
+                at, known = (
+                    step(level, at, gradient(level, v, at) if known is None else known),
+                    None,
+                )
             return at
         g = gradient(level, v, at) if known is None else known
         for _ in range(pre):
@@ -113,9 +120,13 @@ def test_a_cycle_is_that_of_plain_loops(name):
     case = {"optimizer": optax.sgd(0.3, momentum=0.5)} | CASES[name]
     optimizer, levels = case.pop("optimizer"), case.pop("levels", 2)
     solver, where = (lp_jax.Picard(sweeps=8), mesh(2)) if name == "two devices" else (SERIAL, None)
-    step_fn, state = contrib.mgopt(network(comm=where, solver=solver), optimizer, levels=levels, **case)
+    step_fn, state = contrib.mgopt(
+        network(comm=where, solver=solver), optimizer, levels=levels, **case
+    )
     pairs = [train.classification(dense_classifier(8 // 2**level)) for level in range(levels)]
-    losses = [jax.jit(jax.value_and_grad(lambda p, f=f: f(p, BATCH, SERIAL, SERIAL)[0])) for f, _ in pairs]
+    losses = [
+        jax.jit(jax.value_and_grad(lambda p, f=f: f(p, BATCH, SERIAL, SERIAL)[0])) for f, _ in pairs
+    ]
     like = [each for _, each in pairs]
     states = [optimizer.init(each) for each in like]
     params = jax.tree.map(np.array, state.params)
@@ -128,7 +139,9 @@ def test_a_cycle_is_that_of_plain_loops(name):
         np.testing.assert_allclose(float(metrics.gradients), spent, rtol=1e-6)
         assert int(state.step) == number + 1 and bool(metrics.finite)
     assert step_fn._cache_size() == 1  # a state has the shapes and devices of the one before
-    assert state.params["trunk"]["layers"]["inner"]["kernel"].sharding.num_devices == (2 if where else 1)
+    assert state.params["trunk"]["layers"]["inner"]["kernel"].sharding.num_devices == (
+        2 if where else 1
+    )
 
 
 def test_where_the_gradient_is_zero_nothing_moves():
@@ -157,7 +170,9 @@ def test_where_the_gradient_is_zero_nothing_moves():
 
 def test_a_search_that_fails_keeps_the_parameters_and_says_so():
     search = train.Backtracking(trials=2)
-    step_fn, state = contrib.mgopt(network(), optax.sgd(1e4), pre=0, post=0, coarsest=3, line_search=search)
+    step_fn, state = contrib.mgopt(
+        network(), optax.sgd(1e4), pre=0, post=0, coarsest=3, line_search=search
+    )
     before = jax.tree.map(np.asarray, state.params)
     after, metrics = step_fn(state, BATCH, SERIAL, SERIAL)
     assert bool(metrics.stuck) and int(metrics.trials) == 2
@@ -166,6 +181,10 @@ def test_a_search_that_fails_keeps_the_parameters_and_says_so():
 
 def test_settings_that_cannot_be():
     too_coarse = "factor must divide the number of layers; got 2 and 1 layers"
-    for name, number, message in (("levels", 1, "levels m"), ("coarsest", 0, "coarsest m"), ("levels", 5, too_coarse)):
+    for name, number, message in (
+        ("levels", 1, "levels m"),
+        ("coarsest", 0, "coarsest m"),
+        ("levels", 5, too_coarse),
+    ):
         with pytest.raises(ValueError, match=message):
             contrib.mgopt(network(), optax.sgd(0.1), **{name: number})

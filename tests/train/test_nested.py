@@ -47,7 +47,9 @@ def test_layers_between_zeros_are_the_same_network():
         deep.trunk = nn.refine(shallow.trunk, factor, "zeros")
         assert deep.trunk.num_layers == 4 * factor
         np.testing.assert_allclose(deep(X), shallow(X), rtol=1e-13)
-        np.testing.assert_allclose(np.diff(deep.trunk.t1)[::factor], [0.5, 0.1, 0.9, 0.5], rtol=1e-13)
+        np.testing.assert_allclose(
+            np.diff(deep.trunk.t1)[::factor], [0.5, 0.1, 0.9, 0.5], rtol=1e-13
+        )
     assert nn.refine(model().trunk, 2, "zeros").t1 == 4.0
     with pytest.raises(ValueError, match="Spline"):
         nn.refine(model(weights=nn.Spline(coefficients=4)).trunk, 2, "zeros")
@@ -61,7 +63,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("name", "factor"), [("AdamW, clipped", 3), ("momentum", 2), ("RMSprop", 3)])
+@pytest.mark.parametrize(
+    ("name", "factor"), [("AdamW, clipped", 3), ("momentum", 2), ("RMSprop", 3)]
+)
 def test_the_optimizer_goes_on_as_if_the_network_had_always_been_deep(name, factor):
     """Layers 1 / factor as long have gradients that are as much smaller, and a mean of squares is smaller by the square."""
     optimizer, network = OPTIMIZERS[name], model()
@@ -97,20 +101,36 @@ def test_gradients_of_refined_layers_are_smaller_by_the_factor():
 
 
 def test_pairs_of_lbfgs_begin_anew():
-    optimizer, network = optax.chain(optax.scale_by_lbfgs(memory_size=3), optax.scale(-0.1)), model()
+    optimizer, network = (
+        optax.chain(optax.scale_by_lbfgs(memory_size=3), optax.scale(-0.1)),
+        model(),
+    )
     _, deeper = train.deepen(network, trained(network, optimizer), optimizer)
     assert int(deeper.opt_state[0].count) == 0
-    assert deeper.opt_state[0].diff_params_memory["trunk"]["layers"]["inner"]["kernel"].shape == (3, 8, 5, 5)
+    assert deeper.opt_state[0].diff_params_memory["trunk"]["layers"]["inner"]["kernel"].shape == (
+        3,
+        8,
+        5,
+        5,
+    )
 
 
 def test_blocks_are_refined_and_buffers_are_not():
     rngs = nnx.Rngs(0)
-    block = functools.partial(nn.LayerParallel, lambda rngs: nn.DenseResidual(5, param_dtype=F64, rngs=rngs), rngs=rngs)
+    block = functools.partial(
+        nn.LayerParallel, lambda rngs: nn.DenseResidual(5, param_dtype=F64, rngs=rngs), rngs=rngs
+    )
     network = model()
-    network.trunk = nn.Network(block(2, solver=lp_jax.Serial()), block(4), lambda y: 2 * y, block(4))
+    network.trunk = nn.Network(
+        block(2, solver=lp_jax.Serial()), block(4), lambda y: 2 * y, block(4)
+    )
     state = trained(network, OPTIMIZERS["Adam"], steps=1)
     deep, deeper = train.deepen(network, state, OPTIMIZERS["Adam"])
-    assert [part.num_layers for part in deep.trunk.parts if hasattr(part, "num_layers")] == [2, 8, 8]
+    assert [part.num_layers for part in deep.trunk.parts if hasattr(part, "num_layers")] == [
+        2,
+        8,
+        8,
+    ]
     assert np.isfinite(gradient(deep, deeper.params)["opening"]["linear"]["kernel"]).all()
     network.trunk = nn.Network(lambda y: y)
     state = trained(network, OPTIMIZERS["Adam"], steps=0)
@@ -123,7 +143,9 @@ DEPTHS = [train.Depth(4, 3), train.Depth(8, 2, CYCLES), train.Depth(16, 2, lp_ja
 
 
 def run(first, batches=batches, depths=DEPTHS, **options):
-    return train.nested(first, optax.adam(1e-2), batches, depths, steps_per_epoch=2, log_every=1, **options)
+    return train.nested(
+        first, optax.adam(1e-2), batches, depths, steps_per_epoch=2, log_every=1, **options
+    )
 
 
 def test_depths_follow_each_other_and_go_on_after_a_break_with_the_same_numbers(tmp_path):
@@ -132,7 +154,9 @@ def test_depths_follow_each_other_and_go_on_after_a_break_with_the_same_numbers(
     before = jax.tree.map(np.array, train.classification(first)[1])
     deep, wanted, whole = run(first, folder=tmp_path / "whole")
     assert deep.trunk.num_layers == 16 and int(wanted.step) == 14
-    assert_close(train.classification(first)[1], before, rtol=0)  # the model that was given is left alone
+    assert_close(
+        train.classification(first)[1], before, rtol=0
+    )  # the model that was given is left alone
     assert_close(train.classification(deep)[1], wanted.params, rtol=0)
     assert [(row["step"], row["layers"]) for row in whole.of("depth")] == [(0, 4), (6, 8), (10, 16)]
     assert whole.of("depth")[0]["work"] == 4 * 3  # forward, transposed, gradient
@@ -148,7 +172,9 @@ def test_depths_follow_each_other_and_go_on_after_a_break_with_the_same_numbers(
     for end in (1, 6, 11):
         with pytest.raises(InterruptedError):
             run(model(), functools.partial(until, end), folder=folder, checkpoint_every=1)
-        (folder / "16-layers").mkdir(exist_ok=True)  # as if it had been killed while the folder was made
+        (folder / "16-layers").mkdir(
+            exist_ok=True
+        )  # as if it had been killed while the folder was made
     _, state, log = run(model(), folder=folder)
     chex.assert_trees_all_equal(state, wanted)
     for name in ("kind", "step", "epoch", "loss", "layers", "work", "depth"):
@@ -158,7 +184,12 @@ def test_depths_follow_each_other_and_go_on_after_a_break_with_the_same_numbers(
 
 
 def test_depths_that_do_not_follow_are_refused():
-    refused = {(): "got none", (8, 16): "with the model's 4", (4, 6): r"multiple.*\[4, 6\]", (4, 4): "multiple"}
+    refused = {
+        (): "got none",
+        (8, 16): "with the model's 4",
+        (4, 6): r"multiple.*\[4, 6\]",
+        (4, 4): "multiple",
+    }
     for layers, words in refused.items():
         with pytest.raises(ValueError, match=words):
             run(model(), depths=[train.Depth(n, 1) for n in layers])
@@ -175,7 +206,10 @@ class Numbered(nnx.Module):
 def test_layers_that_read_their_number_are_refused():
     network = model(layer=Numbered)
     state = trained(network, optax.sgd(0.1), steps=1)
-    for refine in (functools.partial(train.deepen, network, state), functools.partial(contrib.mgopt, network)):
+    for refine in (
+        functools.partial(train.deepen, network, state),
+        functools.partial(contrib.mgopt, network),
+    ):
         with pytest.raises(TypeError, match="Numbered reads its number"):
             refine(optax.sgd(0.1))
 
@@ -190,7 +224,9 @@ def test_running_statistics_go_along():
     step_fn, state = contrib.mgopt(deep, optimizer, levels=2)
     moved, metrics = step_fn(jax.tree.map(jnp.copy, state), batches(0)[0], lp_jax.Serial(), None)
     exact = train.make_train_step(train.classification(deep)[0], optimizer)
-    wanted, _ = exact(train.init_state(state.params, optimizer), batches(0)[0], lp_jax.Serial(), None)
+    wanted, _ = exact(
+        train.init_state(state.params, optimizer), batches(0)[0], lp_jax.Serial(), None
+    )
     assert bool(metrics.finite)
     got, wanted = (s.params["trunk"]["layers"]["norm"]["mean"] for s in (moved, wanted))
     np.testing.assert_allclose(got, wanted, rtol=1e-12)  # those of the parameters before the step

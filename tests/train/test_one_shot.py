@@ -36,7 +36,9 @@ def loss_fn(params, batch, solver, adjoint_solver, restart=None, *, time, smooth
     given = {} if restart is None else restart._asdict()
     y0 = activation(x @ params["open_W"].T + params["open_b"])
     layers = params["W"], params["b"]
-    solution = lp_jax.solve(layer_step, layers, y0, t1=time, solver=solver, adjoint_solver=adjoint_solver, **given)
+    solution = lp_jax.solve(
+        layer_step, layers, y0, t1=time, solver=solver, adjoint_solver=adjoint_solver, **given
+    )
     logits = solution.y1 @ params["class_W"].T + params["class_b"][None]
     loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
     squares = jax.tree.reduce(jnp.add, jax.tree.map(lambda x: jnp.sum(x**2), params))
@@ -78,8 +80,14 @@ def run(step_fn, state, batch, steps, solver, adjoint_solver):
     rows = []
     for _ in range(steps):
         state, metrics = step_fn(state, batch, solver, adjoint_solver)
-        rows.append(jax.device_get((metrics.loss, metrics.info.scale, metrics.gradient_norm, metrics.trials)))
-    objective, loss, gradient_norm, trials = (np.array(column) for column in zip(*rows, strict=True))
+        rows.append(
+            jax.device_get(
+                (metrics.loss, metrics.info.scale, metrics.gradient_norm, metrics.trials)
+            )
+        )
+    objective, loss, gradient_norm, trials = (
+        np.array(column) for column in zip(*rows, strict=True)
+    )
     return {"objective": objective, "loss": loss, "gradient_norm": gradient_norm, "trials": trials}
 
 
@@ -97,7 +105,9 @@ def test_iterations_are_those_that_were_published(oneshot, start, steps, example
     wanted = histories["regression, serial" if start == "regression" else "N=32 T=1, serial"]
     step_fn = train.make_train_step(loss, OPTIMIZER, line_search=SEARCH)
     state = train.init_state(starts[start], OPTIMIZER)
-    got = run(step_fn, state, (x[:examples], labels[:examples]), steps, lp_jax.Serial(), lp_jax.Serial())
+    got = run(
+        step_fn, state, (x[:examples], labels[:examples]), steps, lp_jax.Serial(), lp_jax.Serial()
+    )
     for name in ("objective", "loss", "gradient_norm"):
         np.testing.assert_allclose(got[name], wanted[name][:steps], rtol=rtol, err_msg=name)
     failed = wanted["trials"][1 : steps + 1]  # theirs are counted in the iteration that follows
@@ -109,12 +119,17 @@ def test_one_shot_trains_as_serial_propagation_does(oneshot):
     """At a tenth of its depth, and about twice its work: one sweep per gradient, two for the adjoint and for each trial."""
     layers, steps, (batch, starts, histories) = 32, 15, oneshot
     solver, adjoint_solver = lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2)
-    options = {"line_search": train.Backtracking(trials=20, solver=adjoint_solver), "adjoint_solver": adjoint_solver}
+    options = {
+        "line_search": train.Backtracking(trials=20, solver=adjoint_solver),
+        "adjoint_solver": adjoint_solver,
+    }
     loss, params = functools.partial(loss_fn, time=1.0), starts[f"n{layers}"]
     begun = train.one_shot(loss, params, OPTIMIZER, batch, solver=solver, **options)
     got = run(*begun, batch, steps, solver, adjoint_solver)
     wanted = histories[f"N={layers} T=1, serial"]
-    assert got["loss"][-1] < (1 + 1e-5) * wanted["loss"][steps - 1]  # 1.7e-5 above without the guesses
+    assert (
+        got["loss"][-1] < (1 + 1e-5) * wanted["loss"][steps - 1]
+    )  # 1.7e-5 above without the guesses
 
     def cost(trials, solver, adjoint_solver):
         """Depth and number of layer evaluations."""
@@ -123,7 +138,9 @@ def test_one_shot_trains_as_serial_propagation_does(oneshot):
         depth = steps * gradient.depth(*kinds) + trials * trial.depth(*kinds)
         return depth, steps * gradient.work(*kinds) + trials * trial.work(*kinds)
 
-    serial_depth, serial_work = cost(sum(wanted["trials"][: steps + 1]) + steps, lp_jax.Serial(), lp_jax.Serial())
+    serial_depth, serial_work = cost(
+        sum(wanted["trials"][: steps + 1]) + steps, lp_jax.Serial(), lp_jax.Serial()
+    )
     depth, work = cost(int(got["trials"].sum()), solver, adjoint_solver)
     assert depth < serial_depth / 10 and work < 2.1 * serial_work
 
@@ -134,8 +151,12 @@ def growth(target, comm=None, layers=8):
     def loss_fn(params, batch, solver, adjoint_solver, restart=None):
         options = {"solver": solver, "adjoint_solver": adjoint_solver, "comm": comm}
         options |= {} if restart is None else restart._asdict()
-        solution = lp_jax.solve(lambda y, layer: y + layer.dt * layer.params * y, params, batch, **options)
-        info = train.Info(jnp.int32(3), solution.stats, solution.result, trajectory=solution.trajectory)
+        solution = lp_jax.solve(
+            lambda y, layer: y + layer.dt * layer.params * y, params, batch, **options
+        )
+        info = train.Info(
+            jnp.int32(3), solution.stats, solution.result, trajectory=solution.trajectory
+        )
         return jnp.mean((solution.y1 - target) ** 2), info
 
     return jnp.full((layers, 1, 2), 0.5), jnp.ones((3, 2)), loss_fn
@@ -145,12 +166,19 @@ def test_a_run_goes_on_after_a_break_with_the_same_numbers(tmp_path):
     """The checkpoint holds where the solves ended, on each device its part."""
     params, batch, loss_fn = growth(np.array([[2.5, 0.1]]), mesh(3), layers=10)
     solver = lp_jax.MGRIT(coarsening=4, iterations=1, coarse_step=lp_jax.Rediscretize())
-    step_fn, start = train.one_shot(loss_fn, params, OPTIMIZER, batch, solver=solver, line_search=SEARCH)
+    step_fn, start = train.one_shot(
+        loss_fn, params, OPTIMIZER, batch, solver=solver, line_search=SEARCH
+    )
 
     def run(steps, checkpoints=None, restore=False):
         state = jax.tree.map(jnp.copy, start)  # a step takes the arrays of its state
         state = checkpoints.restore(state) if restore else state
-        options = {"steps_per_epoch": 1, "epochs": steps, "solver": solver, "checkpoints": checkpoints}
+        options = {
+            "steps_per_epoch": 1,
+            "epochs": steps,
+            "solver": solver,
+            "checkpoints": checkpoints,
+        }
         return train.fit(step_fn, state, lambda epoch: [batch], **options)
 
     whole, log = run(6)
@@ -165,8 +193,13 @@ def test_a_line_search_that_fails_keeps_the_step_before_and_says_so():
     """Ascent: no step length lowers the loss."""
     params, batch, loss_fn = growth(0.0)
     ascent, search = optax.scale(1.0), train.Backtracking(trials=5)
-    step_fn, state = train.make_train_step(loss_fn, ascent, line_search=search), train.init_state(params, ascent)
-    state, log = train.fit(step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=2, solver=lp_jax.Serial())
+    step_fn, state = (
+        train.make_train_step(loss_fn, ascent, line_search=search),
+        train.init_state(params, ascent),
+    )
+    state, log = train.fit(
+        step_fn, state, lambda epoch: [batch], steps_per_epoch=1, epochs=2, solver=lp_jax.Serial()
+    )
     np.testing.assert_array_equal(state.params, params)
     (warning, *_) = log.of("warning")
     assert "tried 5 step lengths" in warning["message"] and warning["solve"] == "line search"
@@ -208,7 +241,9 @@ def test_lbfgs_of_spread_parameters_goes_the_way_of_optax():
     with pytest.raises(ValueError, match="memory_size must be"):
         train.scale_by_lbfgs(0)
     # the memory is spread as a step returns it, so that the second step does not compile again
-    spread = jax.NamedSharding(jax.make_mesh((2,), ("layers",), devices=jax.devices()[:2]), jax.P("layers"))
+    spread = jax.NamedSharding(
+        jax.make_mesh((2,), ("layers",), devices=jax.devices()[:2]), jax.P("layers")
+    )
     params = jax.device_put(np.ones((4, 3)), spread)
     memory = train.init_state(params, train.scale_by_lbfgs(5)).opt_state.steps
     assert memory.shape == (4, 3, 5) and memory.sharding.is_equivalent_to(spread, 3)

@@ -13,7 +13,10 @@ import lp_jax
 from lp_jax import nn, train
 
 LAYERS, WIDTH = 10, 3
-PARAMS, X = {"w": normal((LAYERS, WIDTH, WIDTH)), "b": normal((LAYERS, WIDTH), 2)}, normal((5, WIDTH), 3)
+PARAMS, X = (
+    {"w": normal((LAYERS, WIDTH, WIDTH)), "b": normal((LAYERS, WIDTH), 2)},
+    normal((5, WIDTH), 3),
+)
 
 
 def step(y, layer):
@@ -23,7 +26,9 @@ def step(y, layer):
 @functools.partial(jax.jit, static_argnames=("sweeps", "rtol", "step", "comm"))
 @jax.value_and_grad
 def penalty_and_gradient(params, sweeps, rtol=1e-3, x=X, step=step, comm=None):
-    return train.depth_penalty(lp_jax.Problem(step, params, x, t1=2.0, comm=comm), sweeps=sweeps, rtol=rtol)
+    return train.depth_penalty(
+        lp_jax.Problem(step, params, x, t1=2.0, comm=comm), sweeps=sweeps, rtol=rtol
+    )
 
 
 def by_hand(params, sweeps, rtol):
@@ -53,7 +58,9 @@ def test_value_and_gradient_are_those_of_a_loop():
 
 def test_it_is_zero_where_the_sweeps_converge():
     """And counts the decades above the tolerance from there on."""
-    norms = lp_jax.solve(step, PARAMS, X, t1=2.0, solver=lp_jax.Picard(sweeps=4)).stats.residual_norms
+    norms = lp_jax.solve(
+        step, PARAMS, X, t1=2.0, solver=lp_jax.Picard(sweeps=4)
+    ).stats.residual_norms
     reached = float(norms[-1] / norms[0])
     value, slope = penalty_and_gradient(PARAMS, 4, 1.01 * reached)
     assert value == 0 and not any(x.any() for x in slope.values())
@@ -90,7 +97,10 @@ def test_a_classifier_adds_it_to_its_loss_and_training_lowers_both():
     assert_close(more, loss + added)
     assert_close(other.replace, info.replace)
 
-    step_fn, state = train.make_train_step(penalised, optimizer), train.init_state(params, optimizer)
+    step_fn, state = (
+        train.make_train_step(penalised, optimizer),
+        train.init_state(params, optimizer),
+    )
     for _ in range(30):
         state, _ = step_fn(state, batch, serial, None)
     (loss_after, _), (more_after, _) = losses(state.params)
@@ -98,7 +108,10 @@ def test_a_classifier_adds_it_to_its_loss_and_training_lowers_both():
 
 
 def test_bad_input():
-    refused = {"sweeps must be": {"sweeps": 1}, "rtol must lie between 0 and 1; got 0": {"sweeps": 2, "rtol": 0}}
+    refused = {
+        "sweeps must be": {"sweeps": 1},
+        "rtol must lie between 0 and 1; got 0": {"sweeps": 2, "rtol": 0},
+    }
     for message, options in refused.items():
         with pytest.raises(ValueError, match=message):
             penalty_and_gradient(PARAMS, **options)

@@ -35,14 +35,22 @@ def exact():
         return dense_step(y + added, layer._replace(params=params))
 
     params = PARAMS, jnp.zeros((LAYERS, *Y0.shape))
-    ((_, found), *_) = serial_loss_and_gradient(step, params, Y0, lambda y1: jnp.vdot(y1, COTANGENT))[1]
+    ((_, found), *_) = serial_loss_and_gradient(
+        step, params, Y0, lambda y1: jnp.vdot(y1, COTANGENT)
+    )[1]
     return found
 
 
 @functools.partial(jax.jit, static_argnames="comm")
 def solve_vjp(adjoint_solver, adjoint_guess=None, solver=Serial(), comm=None):
     _, pullback = lp_jax.solve_vjp(
-        dense_step, PARAMS, Y0, solver=solver, adjoint_solver=adjoint_solver, adjoint_guess=adjoint_guess, comm=comm
+        dense_step,
+        PARAMS,
+        Y0,
+        solver=solver,
+        adjoint_solver=adjoint_solver,
+        adjoint_guess=adjoint_guess,
+        comm=comm,
     )
     return pullback(COTANGENT)
 
@@ -72,13 +80,20 @@ def test_the_gradient_of_a_guess_is_the_next_one():
     start = jnp.zeros((8, *Y0.shape))
 
     def loss(params, guess):
-        options = {"solver": Serial(), "adjoint_solver": solver, "adjoint_guess": guess, "comm": comm}
+        options = {
+            "solver": Serial(),
+            "adjoint_solver": solver,
+            "adjoint_guess": guess,
+            "comm": comm,
+        }
         return jnp.vdot(lp_jax.solve(dense_step, params, Y0, **options).y1, COTANGENT)
 
     gradient = jax.jit(jax.grad(loss, (0, 1)))
     got = gradient(PARAMS, start)
     wanted, stats = solve_vjp(solver, start)
-    chex.assert_trees_all_close(got, (wanted.params, wanted.adjoint_trajectory), rtol=1e-12, atol=1e-14)
+    chex.assert_trees_all_close(
+        got, (wanted.params, wanted.adjoint_trajectory), rtol=1e-12, atol=1e-14
+    )
     assert stats.residual_norms.shape == (1,)  # no down-cycle was skipped
     for _ in range(8):  # a cycle makes another interval exact, and there are eight
         start = gradient(PARAMS, start)[1]
@@ -99,14 +114,19 @@ def test_a_scan_and_modules_take_guesses():
         return guess
 
     def scanned(guess):
-        return lp_jax.scan(body, y, w, solver=Serial(), adjoint_solver=solver, adjoint_guess=guess)[0]
+        return lp_jax.scan(body, y, w, solver=Serial(), adjoint_solver=solver, adjoint_guess=guess)[
+            0
+        ]
 
     first = after(scanned, np.zeros((10, 2, 4)), 11)[0]
     wanted = jax.jit(jax.grad(lambda y: jnp.sum(jax.lax.scan(body, y, w)[0] ** 2)))(y)
     np.testing.assert_allclose(first, wanted, rtol=1e-10)
 
     layer = lambda rngs: nn.DenseResidual(4, rngs=rngs, param_dtype=F64)  # noqa: E731
-    trunk, gru = nn.LayerParallel(layer, 10, rngs=nnx.Rngs(0)), nn.GRU(3, 4, rngs=nnx.Rngs(0), param_dtype=F64)
+    trunk, gru = (
+        nn.LayerParallel(layer, 10, rngs=nnx.Rngs(0)),
+        nn.GRU(3, 4, rngs=nnx.Rngs(0), param_dtype=F64),
+    )
     network = nn.Network(trunk, lambda y: 2 * y, trunk)
 
     def through(guesses):

@@ -43,16 +43,23 @@ WIDTH, LAYERS = 3, 16
 
 def loss_fn(params, batch, solver, adjoint_solver):
     x, y = batch
-    solution = lp_jax.solve(dense_step, params["trunk"], x, solver=solver, adjoint_solver=adjoint_solver)
+    solution = lp_jax.solve(
+        dense_step, params["trunk"], x, solver=solver, adjoint_solver=adjoint_solver
+    )
     answers = solution.y1 @ params["closing"]
     loss = jnp.mean((answers - y) ** 2)
     correct = jnp.sum(jnp.abs(answers - y) < 0.1, dtype=jnp.int32)
-    info = train.Info(jnp.int32(y.size), solution.stats, solution.result, correct, jnp.linalg.norm(solution.y1))
+    info = train.Info(
+        jnp.int32(y.size), solution.stats, solution.result, correct, jnp.linalg.norm(solution.y1)
+    )
     return loss, info
 
 
 def initial_params(seed=0):
-    return {"trunk": dense_params(LAYERS, WIDTH, seed=seed, scale=2.0), "closing": dense_state(WIDTH, 1, seed=seed)}
+    return {
+        "trunk": dense_params(LAYERS, WIDTH, seed=seed, scale=2.0),
+        "closing": dense_state(WIDTH, 1, seed=seed),
+    }
 
 
 def batches(epoch, count=3):
@@ -82,7 +89,10 @@ same = functools.partial(chex.assert_trees_all_equal, strict=True)  # bit for bi
 
 
 def timeless(rows):
-    return [{name: value for name, value in row.items() if name not in ("time", "step_time")} for row in rows]
+    return [
+        {name: value for name, value in row.items() if name not in ("time", "step_time")}
+        for row in rows
+    ]
 
 
 def test_step_is_the_textbook_update(state):
@@ -91,12 +101,16 @@ def test_step_is_the_textbook_update(state):
 
     @jax.jit
     def textbook(params):
-        loss, gradient = jax.value_and_grad(lambda p: loss_fn(p, batch, lp_jax.Serial(), None)[0])(params)
+        loss, gradient = jax.value_and_grad(lambda p: loss_fn(p, batch, lp_jax.Serial(), None)[0])(
+            params
+        )
         updates, _ = OPTIMIZER.update(gradient, OPTIMIZER.init(params))
         return loss, gradient, optax.apply_updates(params, updates)
 
     loss, gradient, wanted = textbook(state.params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), new.params, wanted)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), new.params, wanted
+    )
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-13)
     np.testing.assert_allclose(metrics.gradient_norm, optax.tree.norm(gradient), rtol=1e-12)
     assert int(new.step) == 1 and bool(metrics.finite)
@@ -115,7 +129,9 @@ def test_gradient_error_is_the_distance_from_the_serial_gradient():
 
     def serial_loss(params):
         h = 1.0 / LAYERS
-        y, _ = jax.lax.scan(lambda y, p: (y + h * jnp.tanh(y @ p[0] + p[1][None]), None), batch[0], params["trunk"])
+        y, _ = jax.lax.scan(
+            lambda y, p: (y + h * jnp.tanh(y @ p[0] + p[1][None]), None), batch[0], params["trunk"]
+        )
         return jnp.mean((y @ params["closing"] - batch[1]) ** 2)
 
     exact = jax.jit(jax.grad(serial_loss))(params)
@@ -124,7 +140,9 @@ def test_gradient_error_is_the_distance_from_the_serial_gradient():
     norm, apart = optax.tree.norm, optax.tree.sub(found, exact)
     error = gradient_error(loss_fn, params, batch, *solvers)
     np.testing.assert_allclose(error.relative, norm(apart) / norm(exact), rtol=1e-8)
-    np.testing.assert_allclose(error.cosine, optax.tree.vdot(found, exact) / norm(found) / norm(exact), rtol=1e-12)
+    np.testing.assert_allclose(
+        error.cosine, optax.tree.vdot(found, exact) / norm(found) / norm(exact), rtol=1e-12
+    )
     wanted = {name: norm(apart[name]) / norm(exact[name]) for name in ("trunk", "closing")}
     chex.assert_trees_all_close(error.groups, wanted, rtol=1e-8)
     assert error.relative > 1e-6  # the solvers were not so good that nothing was compared
@@ -161,7 +179,12 @@ def test_measures_and_checkpoints_come_when_they_are_due(state, tmp_path):
         measures = [train.Every("test", 4, measure)]
         _, log = run(state, 3, measures=measures, checkpoints=saved, checkpoint_every=4)
     assert seen == [1, 4, 8, 9]
-    assert [(row["step"], row["value"]) for row in log.of("test")] == [(1, 2), (4, 8), (8, 16), (9, 18)]
+    assert [(row["step"], row["value"]) for row in log.of("test")] == [
+        (1, 2),
+        (4, 8),
+        (8, 16),
+        (9, 18),
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["8", "9"]
 
 
@@ -176,14 +199,25 @@ def checkpoints(folder, config=CONFIG, **kwargs):
 
 
 def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(state, tmp_path):
-    measures = [train.Every("test", 2, lambda state, batch: {"size": optax.tree.norm(state.params)})]
+    measures = [
+        train.Every("test", 2, lambda state, batch: {"size": optax.tree.norm(state.params)})
+    ]
     whole, whole_log = run(state, 2, measures=measures, log=train.Log(tmp_path / "whole.jsonl"))
 
     path = tmp_path / "metrics.jsonl"
     # stops in the middle of the second epoch, at step 4
     with checkpoints(tmp_path / "checkpoints") as first, pytest.raises(train.Interrupted):
-        run(state, 2, batches=killed(at=4), measures=measures, log=train.Log(path), checkpoints=first)
-    with path.open("a") as file:  # steps that a kill took after the checkpoint was saved, the last line cut off
+        run(
+            state,
+            2,
+            batches=killed(at=4),
+            measures=measures,
+            log=train.Log(path),
+            checkpoints=first,
+        )
+    with path.open(
+        "a"
+    ) as file:  # steps that a kill took after the checkpoint was saved, the last line cut off
         file.write('{"kind": "train", "step": 5, "loss": 1.0, "time": 1.0}\n{"kind": "train", "st')
     with checkpoints(tmp_path / "checkpoints") as second:
         restored = second.restore(train.init_state(initial_params(seed=1), OPTIMIZER))
@@ -204,7 +238,10 @@ def test_a_checkpoint_of_another_model_is_refused(state, tmp_path):
         ({"layers": LAYERS}, state, "seed is 0 there and absent here"),
         (CONFIG, wider, r"params/closing is float64\[3, 1\] there and float64\[4, 1\] here"),
     ):
-        with checkpoints(tmp_path, other) as saved, pytest.raises(train.CheckpointError, match=difference) as caught:
+        with (
+            checkpoints(tmp_path, other) as saved,
+            pytest.raises(train.CheckpointError, match=difference) as caught,
+        ):
             saved.restore(template)
         assert "\n" not in str(caught.value)
 
@@ -213,7 +250,10 @@ def test_a_checkpoint_of_another_model_is_refused(state, tmp_path):
 def two_saved(state, tmp_path):
     """A folder with the checkpoints of steps 1 and 2; the arrays of the newest, large enough for files of their own."""
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(4, 800)))
-    states = [train.init_state({"w": weights * factor, "b": weights[0]}, optax.sgd(0.1)) for factor in (1, 2)]
+    states = [
+        train.init_state({"w": weights * factor, "b": weights[0]}, optax.sgd(0.1))
+        for factor in (1, 2)
+    ]
     states = [state._replace(step=jnp.int32(step)) for step, state in enumerate(states, 1)]
     with checkpoints(tmp_path / "c") as saved:
         for each in states:
@@ -224,7 +264,11 @@ def two_saved(state, tmp_path):
 def test_one_flipped_bit_never_restores_other_numbers(two_saved, tmp_path, caplog, capfd):
     """In every file of arrays, in turn, at three places: the checkpoint is refused in one line, or nothing has changed."""
     folder, (_, newest) = two_saved
-    files = [path.relative_to(folder) for path in (folder / "2").rglob("*") if path.is_file() and "d" in path.parts]
+    files = [
+        path.relative_to(folder)
+        for path in (folder / "2").rglob("*")
+        if path.is_file() and "d" in path.parts
+    ]
     refused = set()
     for name in files:
         for part in (0.1, 0.5, 0.9):
@@ -238,9 +282,15 @@ def test_one_flipped_bit_never_restores_other_numbers(two_saved, tmp_path, caplo
                     same(saved.restore(newest), newest)
                 except train.CheckpointError as error:
                     refused.add(name)
-                    assert "damaged" in str(error) and str(damaged / "2") in str(error) and "\n" not in str(error)
+                    assert (
+                        "damaged" in str(error)
+                        and str(damaged / "2") in str(error)
+                        and "\n" not in str(error)
+                    )
                     assert "handler" not in str(error)  # the words of orbax
-    assert refused == {name for name in files if name.parts[2] == "d" or (folder / name).stat().st_size > 1000}
+    assert refused == {
+        name for name in files if name.parts[2] == "d" or (folder / name).stat().st_size > 1000
+    }
     assert not caplog.records and not "".join(capfd.readouterr())
 
 
@@ -260,7 +310,10 @@ def test_reads_that_did_not_end_are_collected_in_silence(two_saved, tmp_path, mo
     heard = []
     monkeypatch.setattr(_checkpoint.Checkpoints, "_restored", fails)
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
-    with checkpoints(folder) as saved, pytest.raises(train.CheckpointError, match=r"damaged \(cut\)"):
+    with (
+        checkpoints(folder) as saved,
+        pytest.raises(train.CheckpointError, match=r"damaged \(cut\)"),
+    ):
         saved.restore(newest)
     gc.collect()
     assert not heard
@@ -276,14 +329,19 @@ def test_reads_that_did_not_end_are_collected_in_silence(two_saved, tmp_path, mo
         ("state/manifest.ocdbt", None),
     ],
 )
-def test_the_checkpoint_before_a_damaged_one_is_restored_only_if_that_is_asked_for(two_saved, file, change):
+def test_the_checkpoint_before_a_damaged_one_is_restored_only_if_that_is_asked_for(
+    two_saved, file, change
+):
     folder, (first, newest) = two_saved
     path = folder / "2" / file
     path.unlink() if change is None else path.write_text(change(path.read_text()))
     with checkpoints(folder) as saved, pytest.raises(train.CheckpointError) as caught:
         saved.restore(newest)
     text = str(caught.value)
-    assert f"{folder / '2'} is damaged (" in text and "of step 1, set skip_damaged=True (--skip-damaged)" in text
+    assert (
+        f"{folder / '2'} is damaged (" in text
+        and "of step 1, set skip_damaged=True (--skip-damaged)" in text
+    )
     assert "\n" not in text and "another model" not in text
     with checkpoints(folder, skip_damaged=True) as saved:
         same(saved.restore(newest), first)
@@ -301,7 +359,8 @@ def test_the_checkpoint_before_a_damaged_one_is_restored_only_if_that_is_asked_f
 
 
 @pytest.mark.parametrize(
-    "cause", [KeyboardInterrupt("SIGTERM"), MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")]
+    "cause",
+    [KeyboardInterrupt("SIGTERM"), MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")],
 )
 def test_an_interruption_or_a_lack_of_memory_is_no_damage(two_saved, cause, monkeypatch):
     """Orbax wraps every exception; a sound checkpoint must not be set aside for it."""
@@ -324,7 +383,9 @@ def test_a_checkpoint_that_is_damaged_for_one_process_only_is_not_set_aside(two_
     nobody_comes = mock.Mock(side_effect=RuntimeError("DEADLINE_EXCEEDED"))
     with checkpoints(folder, skip_damaged=True) as saved, monkeypatch.context() as patch:
         patch.setattr(_checkpoint.multihost, "get_barrier_sync_fn", lambda: nobody_comes)
-        with pytest.raises(train.CheckpointError, match="damaged for this process and not for all others"):
+        with pytest.raises(
+            train.CheckpointError, match="damaged for this process and not for all others"
+        ):
             saved.restore(newest)
     assert (folder / "2").is_dir()
 
@@ -383,16 +444,24 @@ def test_a_kill_in_the_middle_of_a_checkpoint_loses_nothing_that_was_saved(tmp_p
             checkpoints.save(state._replace(step=jnp.int32(2), params={"w": params["w"] + 1}))
     """
     folder = tmp_path / "checkpoints"
-    process = subprocess.run([sys.executable, "-c", textwrap.dedent(script), folder], timeout=90, capture_output=True)
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), folder], timeout=90, capture_output=True
+    )
     assert process.returncode == -signal.SIGKILL, process.stderr.decode()
     left = [path.name for path in folder.iterdir()]
-    assert "1" in left and "2" not in left and len(left) == 2  # the second one was begun, not finished
+    assert (
+        "1" in left and "2" not in left and len(left) == 2
+    )  # the second one was begun, not finished
     state = train.init_state({"w": jnp.zeros(8_000_000, jnp.float32)}, optax.sgd(0.1))
     with train.Checkpoints(folder, config={}) as saved:
         assert saved.latest == 1
         restored = saved.restore(state)
-        np.testing.assert_array_equal(restored.params["w"], np.arange(8_000_000.0, dtype=np.float32))
-        saved.save(restored._replace(step=jnp.int32(2)))  # and what was left does not stand in the way
+        np.testing.assert_array_equal(
+            restored.params["w"], np.arange(8_000_000.0, dtype=np.float32)
+        )
+        saved.save(
+            restored._replace(step=jnp.int32(2))
+        )  # and what was left does not stand in the way
         assert saved.latest == 2
 
 
@@ -405,13 +474,22 @@ def test_growing_residuals_are_reported_once_an_epoch():
 
     def linear_loss(params, batch, solver, adjoint_solver):
         decay = lambda y, layer: y + layer.dt * layer.params * y  # noqa: E731
-        solution = lp_jax.solve(decay, params, batch[0], solver=solver, adjoint_solver=adjoint_solver)
-        info = train.Info(jnp.int32(1), solution.stats, solution.result, scale=jnp.linalg.norm(solution.y1))
+        solution = lp_jax.solve(
+            decay, params, batch[0], solver=solver, adjoint_solver=adjoint_solver
+        )
+        info = train.Info(
+            jnp.int32(1), solution.stats, solution.result, scale=jnp.linalg.norm(solution.y1)
+        )
         return jnp.sum(solution.y1), info
 
     state = train.init_state(jnp.full((layers,), z * layers), optimizer := optax.sgd(0.0))
-    solver = lp_jax.MGRIT(coarsening=8, iterations=3, relaxation="F", start="guess", coarse_step=INJECT)
-    options = {"step_fn": train.make_train_step(linear_loss, optimizer), "adjoint_solver": lp_jax.Serial()}
+    solver = lp_jax.MGRIT(
+        coarsening=8, iterations=3, relaxation="F", start="guess", coarse_step=INJECT
+    )
+    options = {
+        "step_fn": train.make_train_step(linear_loss, optimizer),
+        "adjoint_solver": lp_jax.Serial(),
+    }
     meter, said = train.Meter(), []
     meter.say = said.append
     _, log = run(state, 2, solver=solver, meter=meter, **options)
@@ -428,7 +506,10 @@ def test_growth_in_a_probe_and_an_unmet_tolerance_are_reported_but_not_growth_of
     _, log = run(state, 1, solver=solver, measures=[probe])
     forward, adjoint = log.of("warning")
     assert (forward["solve"], adjoint["solve"]) == ("forward", "adjoint")
-    assert "did not come down to the tolerance" in forward["message"] and "factor 3" in adjoint["message"]
+    assert (
+        "did not come down to the tolerance" in forward["message"]
+        and "factor 3" in adjoint["message"]
+    )
     assert "factor 3" in convergence_warning("adjoint", [1e-9, 3e-9], scale=1e-6)
     assert convergence_warning("adjoint", [1e-9, 3e-9], scale=1.0) is None
 
@@ -441,9 +522,20 @@ def test_a_step_that_is_not_finite_stops_the_run(state, tmp_path):
     with checkpoints(tmp_path / "c") as saved:
         words = r"5: 5 of the 5 numbers in batch\[1\] are not finite"
         with pytest.raises(train.DivergenceError, match=words) as caught:
-            run(state, 2, batches=poisoned, log=train.Log(tmp_path / "m.jsonl"), checkpoints=saved, checkpoint_every=2)
+            run(
+                state,
+                2,
+                batches=poisoned,
+                log=train.Log(tmp_path / "m.jsonl"),
+                checkpoints=saved,
+                checkpoint_every=2,
+            )
         said = str(caught.value)
-        assert "last checkpoint is that of step 4" in said and "\n" not in said and "learning rate" not in said
+        assert (
+            "last checkpoint is that of step 4" in said
+            and "\n" not in said
+            and "learning rate" not in said
+        )
         assert np.isfinite(saved.restore(state).params["closing"]).all()
     rows = list(read_rows(tmp_path / "m.jsonl"))
     assert rows[-1]["step"] == 5 and rows[-1]["loss"] is None
@@ -453,11 +545,18 @@ def test_what_is_not_finite_stops_the_run(state, classifier):
     """An update that overflows, a state, with the solvers' advice; and a label that is no class, which is blamed first."""
     optimizer = optax.sgd(1e300)
     with pytest.raises(train.DivergenceError, match=r"stopped at step [12]: the .* not finite"):
-        run(train.init_state(initial_params(), optimizer), 1, step_fn=train.make_train_step(loss_fn, optimizer))
+        run(
+            train.init_state(initial_params(), optimizer),
+            1,
+            step_fn=train.make_train_step(loss_fn, optimizer),
+        )
     spoilt = jax.tree.map(lambda x: x * jnp.nan, state.params)
     with pytest.raises(train.DivergenceError, match="stopped at step 1: the state is not finite"):
         run(state._replace(params=spoilt), 1)
-    for words, term in (("loss is nan", lambda x: x * np.nan), ("gradient is not finite", lambda x: jnp.sqrt(0 * x))):
+    for words, term in (
+        ("loss is nan", lambda x: x * np.nan),
+        ("gradient is not finite", lambda x: jnp.sqrt(0 * x)),
+    ):
 
         def spoiled(params, *rest, term=term):
             loss, info = loss_fn(params, *rest)
@@ -465,7 +564,9 @@ def test_what_is_not_finite_stops_the_run(state, classifier):
 
         with pytest.raises(train.DivergenceError, match=f"stopped at step 1: the {words}"):
             run(state, 1, step_fn=train.make_train_step(spoiled, OPTIMIZER))
-    with pytest.raises(train.DivergenceError, match="1 labels of its batch are none of the classes"):
+    with pytest.raises(
+        train.DivergenceError, match="1 labels of its batch are none of the classes"
+    ):
         fit_once(*classifier[1:], (X, np.where(np.arange(10) == 3, 10, LABELS)))
 
 
@@ -486,7 +587,13 @@ def test_a_signal_ends_the_run_after_the_step_and_saves(state, tmp_path, number)
     before = signal.getsignal(number)
     with checkpoints(tmp_path / "c") as saved:
         with pytest.raises(train.Interrupted, match="stopped after step 2; saved to") as caught:
-            run(state, 4, batches=killed(2, number), log=train.Log(tmp_path / "m.jsonl"), checkpoints=saved)
+            run(
+                state,
+                4,
+                batches=killed(2, number),
+                log=train.Log(tmp_path / "m.jsonl"),
+                checkpoints=saved,
+            )
         assert (caught.value.signal, caught.value.step, saved.latest) == (number, 2, 2)
     assert signal.getsignal(number) is before
     assert [row["step"] for row in read_rows(tmp_path / "m.jsonl")] == [1, 2]
@@ -494,14 +601,19 @@ def test_a_signal_ends_the_run_after_the_step_and_saves(state, tmp_path, number)
 
 def test_a_second_signal_acts_at_once(state, request):
     """By Python's own handling of SIGINT, which a process that was started in the background ignores."""
-    request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    request.addfinalizer(
+        functools.partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+    )
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def impatient(epoch):
         for batch in batches(epoch):
             os.kill(os.getpid(), signal.SIGINT)
             deadline = time.monotonic() + 10
-            while signal.getsignal(signal.SIGINT) is not signal.default_int_handler and time.monotonic() < deadline:
+            while (
+                signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.001)  # two signals at once may count as one
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
@@ -514,10 +626,28 @@ def test_a_second_signal_acts_at_once(state, request):
 def test_log_lines_are_flat_json_and_come_back_and_damage_is_refused_except_at_the_end(tmp_path):
     path = tmp_path / "m.jsonl"
     log = train.Log(path)
-    values = {"a": jnp.float32(0.5), "b": np.int64(3), "c": float("nan"), "d": True, "e": "text", "f": None}
-    log.write(kind="train", step=1, **values, **flat("norm", [float("inf"), 2.0]), **flat("g", {"w": 1.5}))
+    values = {
+        "a": jnp.float32(0.5),
+        "b": np.int64(3),
+        "c": float("nan"),
+        "d": True,
+        "e": "text",
+        "f": None,
+    }
+    log.write(
+        kind="train", step=1, **values, **flat("norm", [float("inf"), 2.0]), **flat("g", {"w": 1.5})
+    )
     (line,) = path.read_text().splitlines()
-    wanted = {"kind": "train", "step": 1, "a": 0.5, "b": 3, "c": None, "d": True, "e": "text", "f": None}
+    wanted = {
+        "kind": "train",
+        "step": 1,
+        "a": 0.5,
+        "b": 3,
+        "c": None,
+        "d": True,
+        "e": "text",
+        "f": None,
+    }
     assert json.loads(line) == wanted | {"norm_1": None, "norm_2": 2.0, "g_w": 1.5}
     again = train.Log(path)
     assert again.rows == log.rows
@@ -582,7 +712,9 @@ def test_a_step_replaces_running_statistics_and_trains_the_rest():
     new = state.params["trunk"]["layers"]
     for name in ("mean", "var"):
         np.testing.assert_allclose(new["norm"][name], stats["norm"][name], rtol=1e-4, atol=1e-6)
-    moved = np.sign(np.asarray(new["linear"]["kernel"]) - 0.999 * np.asarray(layers["linear"]["kernel"]))
+    moved = np.sign(
+        np.asarray(new["linear"]["kernel"]) - 0.999 * np.asarray(layers["linear"]["kernel"])
+    )
     descent = -np.sign(np.asarray(gradient["linear"]["kernel"]))
     assert np.mean(moved == descent) > 0.99  # Adam's first step is its learning rate
 
@@ -592,11 +724,19 @@ def test_residuals_are_those_of_both_solves(classifier):
     solver = lp_jax.MGRIT(coarsening=LAYERS // 2, iterations=3, start="guess", coarse_step=INJECT)
     found = train.residuals(model, params, (X, LABELS), solver, solver)
     _, info = jax.jit(loss_fn)(params, (X, LABELS), solver, lp_jax.Serial())
-    np.testing.assert_allclose(found.forward.residual_norms[:2], info.stats.residual_norms[:2], rtol=1e-4)
+    np.testing.assert_allclose(
+        found.forward.residual_norms[:2], info.stats.residual_norms[:2], rtol=1e-4
+    )
     np.testing.assert_allclose(found.forward_scale, info.scale, rtol=1e-6)
-    for stats, scale in ((found.forward, found.forward_scale), (found.adjoint, found.adjoint_scale)):
+    for stats, scale in (
+        (found.forward, found.forward_scale),
+        (found.adjoint, found.adjoint_scale),
+    ):
         # two intervals: finite termination after two cycles
-        assert 1e-4 * scale < stats.residual_norms[0] < 10 * scale and stats.residual_norms[2] < 1e-6 * scale
+        assert (
+            1e-4 * scale < stats.residual_norms[0] < 10 * scale
+            and stats.residual_norms[2] < 1e-6 * scale
+        )
 
 
 def test_a_regression_takes_the_mean_squared_error():
@@ -616,7 +756,9 @@ def test_a_regression_takes_the_mean_squared_error():
     cotangent = jax.jit(jax.grad(lambda u: jnp.mean((model.closing(u) - y) ** 2)))(last)
     np.testing.assert_allclose(found.adjoint_scale, np.linalg.norm(cotangent), rtol=1e-4)
     fast = machine(1e-5, 1e-5, at_once=(1, 1024), examples=10)
-    plan = train.plan(model, params, (x, y), loss=train.mean_squared_error, machine=fast, seconds=0.1)
+    plan = train.plan(
+        model, params, (x, y), loss=train.mean_squared_error, machine=fast, seconds=0.1
+    )
     assert plan.error == 1e-2 and plan.best.error < 1e-2
     with pytest.raises(ValueError, match=r"y must have the shape of the outputs, \(10, 2\)"):
         loss_fn(params, (x, np.zeros((10, 3), np.float32)), lp_jax.Serial(), None)
@@ -626,7 +768,12 @@ def test_a_regression_takes_the_mean_squared_error():
 
 def fit_once(loss, params, batch, **more):
     step_fn = train.make_train_step(loss, OPTIMIZER)
-    given = {"batches": lambda epoch: [batch], "steps_per_epoch": 1, "epochs": 1, "solver": SOLVER} | more
+    given = {
+        "batches": lambda epoch: [batch],
+        "steps_per_epoch": 1,
+        "epochs": 1,
+        "solver": SOLVER,
+    } | more
     return train.fit(step_fn, train.init_state(params, OPTIMIZER), **given)
 
 
@@ -635,7 +782,11 @@ def fit_once(loss, params, batch, **more):
     [
         ({"batch": (X, LABELS.astype("float32"))}, TypeError, "Take labels.astype"),
         ({"batch": (X, np.eye(3)[LABELS])}, ValueError, "looks one-hot. Take jnp.argmax"),
-        ({"batch": (X, LABELS[:4])}, ValueError, r"integers of shape \(10,\).*got int32 of shape \(4,\)"),
+        (
+            {"batch": (X, LABELS[:4])},
+            ValueError,
+            r"integers of shape \(10,\).*got int32 of shape \(4,\)",
+        ),
         ({"batch": X}, TypeError, "a batch must be .x, labels.*got one array"),
         ({"batch": {"x": X, "y": LABELS}}, TypeError, "got a dict of 2"),
         ({"solver": lp_jax.MGRIT}, TypeError, r"Call it: MGRIT\(\), not MGRIT"),
@@ -644,7 +795,11 @@ def fit_once(loss, params, batch, **more):
         ({"batches": [(X, LABELS)]}, TypeError, "batches must be a function"),
         ({"steps_per_epoch": 0}, ValueError, "steps_per_epoch must be at least 1; got 0"),
         ({"log_every": 0}, ValueError, "log_every must be at least 1"),
-        ({"loss": lambda params, batch: 0.0}, TypeError, r"called as loss_fn\(params, batch, solver, adjoint_solver\)"),
+        (
+            {"loss": lambda params, batch: 0.0},
+            TypeError,
+            r"called as loss_fn\(params, batch, solver, adjoint_solver\)",
+        ),
         ({"loss": lambda *_: jnp.zeros(())}, TypeError, "got an array only"),
         ({"loss": lambda *_: (jnp.zeros(()), {})}, TypeError, r"got \(an array, dict\)"),
     ],

@@ -30,7 +30,11 @@ def rows(accuracy, steps=40):
 
 
 def probe(step, forward, adjoint):
-    return {"kind": "probe", "step": step} | flat("forward_residual", forward) | flat("adjoint_residual", adjoint)
+    return (
+        {"kind": "probe", "step": step}
+        | flat("forward_residual", forward)
+        | flat("adjoint_residual", adjoint)
+    )
 
 
 def check_legible(figure):
@@ -38,12 +42,22 @@ def check_legible(figure):
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     renderer, (width, height) = canvas.get_renderer(), canvas.get_width_height()
-    texts = [figure._suptitle, figure._supxlabel, *(text for ax in figure.axes for text in ax.texts)]
+    texts = [
+        figure._suptitle,
+        figure._supxlabel,
+        *(text for ax in figure.axes for text in ax.texts),
+    ]
     for box in (text.get_window_extent(renderer) for text in texts if text is not None):
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
-    texts += [text for ax in figure.axes for text in (ax.title, ax._left_title, ax.xaxis.label, ax.yaxis.label)]
+    texts += [
+        text
+        for ax in figure.axes
+        for text in (ax.title, ax._left_title, ax.xaxis.label, ax.yaxis.label)
+    ]
     texts += [ax.get_legend() for ax in figure.axes]
-    shown = [text for text in texts if text is not None and getattr(text, "get_text", lambda: "legend")()]
+    shown = [
+        text for text in texts if text is not None and getattr(text, "get_text", lambda: "legend")()
+    ]
     boxes = [text.get_window_extent(renderer).padded(-1) for text in shown]
     pairs = itertools.combinations(zip(shown, boxes, strict=True), 2)
     assert not [(text, other) for (text, a), (other, b) in pairs if a.overlaps(b)]
@@ -51,7 +65,9 @@ def check_legible(figure):
 
 def test_curves_show_both_runs():
     figure = viz.curves({"layer-parallel": rows(0.98, 80), "serial": rows(0.975, 80)})
-    assert figure.get_suptitle() == "Layer-parallel training reaches 98.0% test accuracy, serial 97.5%"
+    assert (
+        figure.get_suptitle() == "Layer-parallel training reaches 98.0% test accuracy, serial 97.5%"
+    )
     loss_ax, accuracy_ax = figure.axes
     thin, mean = loss_ax.lines[:2]
     losses = 2.0 / np.arange(1, 81)
@@ -79,9 +95,14 @@ def test_runs_that_are_short_or_empty_or_have_gaps():
 
 def test_costs_are_drawn_against_work_and_against_depth():
     def spent(steps, depth):
-        return [row | {"work": 192 * row["step"], "depth": depth and depth * row["step"]} for row in rows(0.9, steps)]
+        return [
+            row | {"work": 192 * row["step"], "depth": depth and depth * row["step"]}
+            for row in rows(0.9, steps)
+        ]
 
-    figure = viz.costs({"one-shot": spent(40, 12), "serial": spent(40, 192), "mgopt": spent(9, None)})
+    figure = viz.costs(
+        {"one-shot": spent(40, 12), "serial": spent(40, 192), "mgopt": spent(9, None)}
+    )
     by_work, by_depth = figure.axes
     assert [line.get_label() for line in by_work.lines] == ["one-shot", "serial", "mgopt"]
     assert [line.get_label() for line in by_depth.lines] == ["one-shot", "serial"]
@@ -100,9 +121,14 @@ def test_the_pictures_of_values():
     truth = np.stack([np.linspace(0, 10, 50), np.linspace(0, 1, 50)], axis=1)
     both = viz.predictions(truth, truth + np.array([1.0, 0.2]))
     assert both.get_suptitle() == "Typical errors are 0.34 to 0.68 of how far values spread"
-    assert [ax.get_title(loc="left") for ax in both.axes] == ["Value 1: typical error 1", "Value 2: typical error 0.2"]
+    assert [ax.get_title(loc="left") for ax in both.axes] == [
+        "Value 1: typical error 1",
+        "Value 2: typical error 0.2",
+    ]
     poor = viz.predictions(truth[:, 0], 10 - truth[:, 0]).get_suptitle()
-    assert poor == "Typical error 5.9; values spread by 2.9:\nno better than always answering the mean"
+    assert (
+        poor == "Typical error 5.9; values spread by 2.9:\nno better than always answering the mean"
+    )
     one = viz.predictions(truth, np.stack([truth[:, 0], 1 - truth[:, 1]], axis=1)).get_suptitle()
     assert one.endswith("no better than always answering the mean, for 1 of 2 values")
     with pytest.raises(ValueError, match=r"one shape, .*; got \(50, 2\) and \(50,\)"):
@@ -112,22 +138,35 @@ def test_the_pictures_of_values():
 def test_a_race_marks_when_the_target_is_reached():
     def log(step_time, accuracies):
         train = [{"kind": "train", "step": n, "step_time": step_time} for n in range(1, 31)]
-        return train + [{"kind": "test", "step": 10 * n, "accuracy": a} for n, a in enumerate(accuracies, 1)]
+        return train + [
+            {"kind": "test", "step": 10 * n, "accuracy": a} for n, a in enumerate(accuracies, 1)
+        ]
 
     runs = {"serial": log(0.2, (0.5, 0.9, 0.95)), "layer-parallel": log(0.1, (0.4, 0.91, 0.96))}
     figure = viz.race({**runs, "nested": log(0.05, (0.2, 0.3, 0.8))}, target=0.9)
-    assert figure.get_suptitle() == "Layer-parallel training reaches 90.0% in 2 s, serial training in 4 s"
+    assert (
+        figure.get_suptitle()
+        == "Layer-parallel training reaches 90.0% in 2 s, serial training in 4 s"
+    )
     (ax,) = figure.axes
     named = {line.get_label(): line for line in ax.lines}
     np.testing.assert_allclose(named["serial"].get_xdata(), [2.0, 4.0, 6.0])
     np.testing.assert_allclose(named["nested"].get_ydata(), [0.2, 0.3, 0.8])
     check_legible(figure)
-    assert viz.race(runs).get_suptitle() == "Layer-parallel training reaches 95.0% in 3 s, serial training in 6 s"
+    assert (
+        viz.race(runs).get_suptitle()
+        == "Layer-parallel training reaches 95.0% in 3 s, serial training in 6 s"
+    )
     assert viz.race(runs, target=0.96).get_suptitle().endswith("in 3 s, serial training never")
     assert ax.get_ylim()[0] < 0.9 < ax.get_ylim()[1]
-    close = viz.race({"a": log(0.2, (0.1, 0.91, 0.92)), "b": log(0.1, (0.2, 0.9, 0.92))}, target=0.915)
+    close = viz.race(
+        {"a": log(0.2, (0.1, 0.91, 0.92)), "b": log(0.1, (0.2, 0.9, 0.92))}, target=0.915
+    )
     assert 0.85 < close.axes[0].get_ylim()[0] < 0.9 and 0.92 < close.axes[0].get_ylim()[1] < 0.95
-    assert viz.race({"serial": runs["serial"]}).get_suptitle() == "Serial training reaches 95.0% in 6 s"
+    assert (
+        viz.race({"serial": runs["serial"]}).get_suptitle()
+        == "Serial training reaches 95.0% in 6 s"
+    )
     assert viz.race(runs, target=0.99).get_suptitle() == "No run reaches 99.0%"
     with pytest.raises(ValueError, match="'serial' has no row of kind 'test'"):
         viz.race({"serial": runs["serial"][:30]})
@@ -143,11 +182,17 @@ def test_residuals_show_first_and_last_probe_and_their_growth_unless_rounding_do
     np.testing.assert_array_equal(adjoint.lines[0].get_ydata(), [0.5, 0.01])
     check_legible(figure)
     grows = probe(1, [1.0, 3.0], [1.0, 0.5])
-    assert viz.residuals([grows]).get_suptitle() == "The residual norm grows in 1 of 2 solves, by up to 3"
+    assert (
+        viz.residuals([grows]).get_suptitle()
+        == "The residual norm grows in 1 of 2 solves, by up to 3"
+    )
     scales = {"forward_scale": 10.0, "adjoint_scale": 10.0}
     assert "grows in 1 of 2" in viz.residuals([grows | scales]).get_suptitle()
     converged = [probe(1, [1e-6, 3e-6], [1e-7, 1e-7]) | scales]
-    assert viz.residuals(converged).get_suptitle() == "The residual norms are as small as rounding lets them be"
+    assert (
+        viz.residuals(converged).get_suptitle()
+        == "The residual norms are as small as rounding lets them be"
+    )
     both = [*converged, probe(2, [1.0, 2.0, 1e-3], [1.0, 0.5]) | scales]
     assert viz.residuals(both).get_suptitle() == "The residual norm falls by factors of up to 1000"
     with pytest.raises(ValueError, match="no row of kind 'probe'"):
@@ -157,7 +202,9 @@ def test_residuals_show_first_and_last_probe_and_their_growth_unless_rounding_do
 def test_gradient_errors_and_the_runs_own():
     errors = {"injection": [0.9, 0.1, 0.01], "2 Picard sweeps": [5e-3, 6e-6, 7e-7]}
     figure = viz.gradient_errors(errors, run=("this run", 2, 0.03))
-    wanted = "After 2 cycles, the gradient error is 0.1 with injection,\n6×10⁻⁶ with 2 Picard sweeps"
+    wanted = (
+        "After 2 cycles, the gradient error is 0.1 with injection,\n6×10⁻⁶ with 2 Picard sweeps"
+    )
     assert figure.get_suptitle() == wanted
     (ax,) = figure.axes
     assert ax.get_yscale() == "log"
@@ -217,14 +264,24 @@ def test_the_path_drawn_is_the_one_that_the_solver_takes(kind, levels, skip, mon
 
     monkeypatch.setattr(_cycle, "relaxed", watched(_cycle.relaxed))
     monkeypatch.setattr(_serial, "march_and_emit", watched(_serial.march_and_emit))
-    options = {"levels": levels, "coarsening": 2, "cycle": kind, "coarse_step": INJECT, "iterations": 1}
+    options = {
+        "levels": levels,
+        "coarsening": 2,
+        "cycle": kind,
+        "coarse_step": INJECT,
+        "iterations": 1,
+    }
     solver = lp_jax.MGRIT(start="cascade" if skip else "guess", **options)
-    problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(16), jnp.ones(()))
+    problem = lp_jax.Problem(
+        lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(16), jnp.ones(())
+    )
     jax.eval_shape(lambda: problem.solve(solver=solver).y1)
     # what the path goes down from, and the solves
     stops = viz.describe(solver, 16).stops
     pairs = zip(stops, [*stops[1:], stops[-1]], strict=True)
-    downward = [stop.level for stop, after in pairs if after.level > stop.level or stop.label == "solve"]
+    downward = [
+        stop.level for stop, after in pairs if after.level > stop.level or stop.label == "solve"
+    ]
     assert downward == [int(math.log2(span)) for span in spans]
 
 
@@ -240,7 +297,9 @@ def test_skipped_down_cycle_starts_on_the_coarsest_level():
 
 def test_batches_of_a_solve_on_one_device():
     windows = batches(lp_jax.Windowed(sweeps=3, windows=4), 64)
-    assert [batch[:2] for batch in windows] == [(16 * w, 16) for w in range(4) for _ in (1, 2)] + 2 * [(0, 64)]
+    assert [batch[:2] for batch in windows] == [
+        (16 * w, 16) for w in range(4) for _ in (1, 2)
+    ] + 2 * [(0, 64)]
     assert [batch[:2] for batch in batches(lp_jax.Serial(), 5)] == [(n, 1) for n in range(5)]
     figure = viz.hierarchy(lp_jax.Windowed(sweeps=3, windows=4), 64)
     (ax,) = figure.axes
@@ -250,7 +309,9 @@ def test_batches_of_a_solve_on_one_device():
     figure = viz.hierarchy(lp_jax.Picard(sweeps=32, rtol=1e-3), 64)
     (ax,) = figure.axes
     assert figure.get_suptitle() == "64 layers at once, 32 Picard sweeps at most: no coarse level"
-    assert [text.get_text() for text in ax.texts] == ["···  at most 29 more, like these"] and len(ax.collections) == 4
+    assert [text.get_text() for text in ax.texts] == ["···  at most 29 more, like these"] and len(
+        ax.collections
+    ) == 4
     (ax,) = viz.hierarchy(lp_jax.Picard(sweeps=5), 64).axes
     assert not ax.texts and len(ax.collections) == 6
 
@@ -270,7 +331,9 @@ def test_timelines_by_hand():
     assert {message[:2] for message in back.messages} == {(1, 0), (2, 1), (3, 2)}
     assert {message.time for message in there.messages} == {16, 32, 48}
     there, back = timelines((lp_jax.Serial(), lp_jax.Serial()), 64, 4)
-    assert there.blocks == [(worker, "propagation", 16.0 * worker, 16.0 * (worker + 1)) for worker in range(4)]
+    assert there.blocks == [
+        (worker, "propagation", 16.0 * worker, 16.0 * (worker + 1)) for worker in range(4)
+    ]
     assert there.messages == [(worker, worker + 1, 16.0 * (worker + 1)) for worker in range(3)]
     assert [block.worker for block in back.blocks] == [3, 3, 2, 2, 1, 1, 0, 0] and back.end == 128
 
@@ -279,13 +342,30 @@ def test_timelines_by_hand():
 @pytest.mark.parametrize("at_once", [64, 1, 5])
 def test_a_timeline_is_as_long_as_what_is_counted(workers, at_once):
     """Blocks of a worker follow each other without overlap, and take the time of the batches that are counted."""
-    others = [lp_jax.MGRIT(levels=3, relaxation="FCF"), lp_jax.MGRIT(coarsest=lp_jax.Picard(sweeps=2)), Relaxation()]
+    others = [
+        lp_jax.MGRIT(levels=3, relaxation="FCF"),
+        lp_jax.MGRIT(coarsest=lp_jax.Picard(sweeps=2)),
+        Relaxation(),
+    ]
     windows = lp_jax.Windowed(sweeps=2, windows=4, storage="states")
-    for solver in (lp_jax.Serial(), lp_jax.Picard(sweeps=3), windows, lp_jax.Newton(relaxations=3), *others):
-        solver = dataclasses.replace(solver, at_once=at_once) if "at_once" in vars(solver) else solver
+    for solver in (
+        lp_jax.Serial(),
+        lp_jax.Picard(sweeps=3),
+        windows,
+        lp_jax.Newton(relaxations=3),
+        *others,
+    ):
+        solver = (
+            dataclasses.replace(solver, at_once=at_once) if "at_once" in vars(solver) else solver
+        )
         pair = solver, solver.for_adjoint()
         for line, adjoint in zip(timelines(pair, 64, workers), (False, True), strict=True):
-            options = {"workers": workers, "at_once": 1, "kept": solver.keeps_states, "adjoint": adjoint}
+            options = {
+                "workers": workers,
+                "at_once": 1,
+                "kept": solver.keeps_states,
+                "adjoint": adjoint,
+            }
             assert line.end == pytest.approx(count(pair[adjoint], 64, **options).batches.total())
             for worker in range(workers):
                 mine = [block for block in line.blocks if block.worker == worker]
@@ -311,7 +391,9 @@ def test_schedules_are_legible_and_show_every_worker(name):
     figure = viz.schedule(solver, layers, workers=workers)
     check_legible(figure)
     (ax,) = figure.axes
-    busy = {round(path.get_extents().y0 + 0.3) for c in ax.collections for path in c.get_paths()[:1]}
+    busy = {
+        round(path.get_extents().y0 + 0.3) for c in ax.collections for path in c.get_paths()[:1]
+    }
     active = min(workers, -(-layers // solver.unit(layers)))
     assert set(range(active)) <= busy or solver.exact
     named = [label.get_text() for label in ax.get_yticklabels()]

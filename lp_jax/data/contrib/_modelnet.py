@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from lp_jax._arrays import _check
-from lp_jax.data._dataset import LARGEST, Dataset, archive, check_finite, lines, reading, require, wrong
+from lp_jax.data._dataset import (
+    LARGEST,
+    Dataset,
+    archive,
+    check_finite,
+    lines,
+    reading,
+    require,
+    wrong,
+)
 
 
 def modelnet(folder: str | os.PathLike[str], size: int = 32) -> Dataset:
@@ -52,15 +61,33 @@ def modelnet(folder: str | os.PathLike[str], size: int = 32) -> Dataset:
     else:
         names = tuple(sorted(path.parent.name for path in folder.glob("*/train") if path.is_dir()))
         if not names:
-            raise wrong(folder, "has no file voxels_train.npz and no folder */train of meshes", "one of the two")
-        (train_x, train_y), (test_x, test_y) = (_meshes(folder, split, names, size) for split in ("train", "test"))
-    return Dataset(train_x, train_y, test_x, test_y, classes=len(names), shape=(size, size, size, 1), names=names)
+            raise wrong(
+                folder,
+                "has no file voxels_train.npz and no folder */train of meshes",
+                "one of the two",
+            )
+        (train_x, train_y), (test_x, test_y) = (
+            _meshes(folder, split, names, size) for split in ("train", "test")
+        )
+    return Dataset(
+        train_x,
+        train_y,
+        test_x,
+        test_y,
+        classes=len(names),
+        shape=(size, size, size, 1),
+        names=names,
+    )
 
 
-def _meshes(folder: Path, split: str, names: Sequence[str], size: int) -> tuple[np.ndarray, np.ndarray]:
+def _meshes(
+    folder: Path, split: str, names: Sequence[str], size: int
+) -> tuple[np.ndarray, np.ndarray]:
     x, y = [], []
     for label, name in enumerate(names):
-        paths = sorted(path for end in ("off", "off.gz") for path in (folder / name / split).glob(f"*.{end}"))
+        paths = sorted(
+            path for end in ("off", "off.gz") for path in (folder / name / split).glob(f"*.{end}")
+        )
         if not paths:
             raise wrong(folder / name / split, "has no files *.off", "at least one")
         x += [_voxels(path, size) for path in paths]
@@ -74,9 +101,15 @@ def _voxels(path: Path, size: int) -> np.ndarray:
     trimesh, text = require("trimesh"), "\n".join(lines(path, wanted))
     with reading(path, wanted):
         mesh = trimesh.load_mesh(io.StringIO(text), file_type="off", process=False)
-        rows = [row.split() for row in re.sub("#.*", "", text).partition("OFF")[2].splitlines() if row.strip()]
+        rows = [
+            row.split()
+            for row in re.sub("#.*", "", text).partition("OFF")[2].splitlines()
+            if row.strip()
+        ]
         corners, faces = map(int, rows[0][:2])
-        whole = [row for row in rows[1 + corners :][:faces] if len(row) > int(row[0]) > 2]  # trimesh skips others
+        whole = [
+            row for row in rows[1 + corners :][:faces] if len(row) > int(row[0]) > 2
+        ]  # trimesh skips others
         if not 0 < len(whole) == faces:
             got = f"{len(whole)} faces of three corners or more"
             raise wrong(path, got, f"{wanted}, with the {faces} of its header")
@@ -98,15 +131,28 @@ def _ready(path: Path, size: int) -> tuple[np.ndarray, np.ndarray, tuple[str, ..
     stored = archive(path, wanted)
     with reading(path, wanted):
         voxels, labels, classes = (stored[name] for name in ("voxels", "labels", "classes"))
-    if voxels.dtype != np.uint8 or voxels.shape != (labels.size, size, size, size / 8) or not labels.size:
+    if (
+        voxels.dtype != np.uint8
+        or voxels.shape != (labels.size, size, size, size / 8)
+        or not labels.size
+    ):
         wanted = f"uint8 of shape (labels, {size}, {size}, {size / 8:g}), the last axis packed"
         raise wrong(path, f"voxels: {voxels.dtype} of shape {voxels.shape}", wanted)
-    if labels.dtype.kind not in "iu" or labels.ndim != 1 or classes.dtype.kind != "U" or classes.ndim != 1:
+    if (
+        labels.dtype.kind not in "iu"
+        or labels.ndim != 1
+        or classes.dtype.kind != "U"
+        or classes.ndim != 1
+    ):
         got = f"{labels.dtype} labels of {labels.ndim} axes and {classes.dtype} classes of {classes.ndim}"
         raise wrong(path, got, "a list of integers and a list of names")
     if not len(set(classes)) == len(classes):
         raise wrong(path, f"classes {', '.join(classes)}", "names, none of them twice")
     if labels.min() < 0 or labels.max() >= len(classes):
-        raise wrong(path, f"labels {labels.min()} to {labels.max()}", f"0 to {len(classes) - 1}, numbers of classes")
+        raise wrong(
+            path,
+            f"labels {labels.min()} to {labels.max()}",
+            f"0 to {len(classes) - 1}, numbers of classes",
+        )
     x = np.unpackbits(voxels, axis=-1)[..., None].astype(np.float32)
     return x, labels.astype(np.int32), tuple(classes.tolist())

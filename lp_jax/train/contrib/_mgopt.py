@@ -28,7 +28,9 @@ _TRIAL = 1 / 3  # of a gradient: one evaluation of a layer forward, two back
 Point: TypeAlias = tuple[jax.Array, PyTree]
 """Value and gradient of an objective."""
 
-Visited: TypeAlias = tuple[PyTree, tuple[PyTree, ...], jax.Array | float, tuple[jax.Array | None, jax.Array | None]]
+Visited: TypeAlias = tuple[
+    PyTree, tuple[PyTree, ...], jax.Array | float, tuple[jax.Array | None, jax.Array | None]
+]
 """Parameters, states of this level and those below, cost in gradients of the finest level, trials and failure of a search."""
 
 
@@ -71,7 +73,11 @@ def mgopt(
         Nash, "A multigrid approach to discretized optimization problems", Optimization Methods and Software 14 (2000);
         von Planta, Kopanicakova, Krause, "Training of deep residual networks with stochastic MG/OPT", arXiv:2108.04052 (2021).
     """
-    for name, number, least in (("levels", levels, 2), ("factor", factor, 2), ("coarsest", coarsest, 1)):
+    for name, number, least in (
+        ("levels", levels, 2),
+        ("factor", factor, 2),
+        ("coarsest", coarsest, 1),
+    ):
         _check.integer(name, number, least=least)
     for name, number in (("pre", pre), ("post", post)):
         _check.integer(name, number, least=0)
@@ -83,17 +89,32 @@ def mgopt(
         networks.append(coarse)
     losses, params = zip(*map(loss, networks), strict=True)
     shapes = tuple(jax.tree.map(jnp.shape, each) for each in params)
-    shared = optimizer, line_search, shapes, factor, pre, post, coarsest, functools.partial(total, ranks)
+    shared = (
+        optimizer,
+        line_search,
+        shapes,
+        factor,
+        pre,
+        post,
+        coarsest,
+        functools.partial(total, ranks),
+    )
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step_fn(
         state: TrainState, batch: Batch, solver: Solver, adjoint_solver: Solver | None
     ) -> tuple[TrainState, Metrics]:
-        fixed = [lambda params, solver, f=f: f(params, batch, solver, adjoint_solver) for f in losses]
+        fixed = [
+            lambda params, solver, f=f: f(params, batch, solver, adjoint_solver) for f in losses
+        ]
         cycle, v = _Cycle(fixed, solver, *shared), optax.tree.zeros_like(state.params)
         at, info = cycle.at(0, v, state.params)
-        params, memory, spent, (trials, stuck) = cycle.visit(0, v, state.params, state.opt_state, at)
-        after, metrics = finish_step(state._replace(params=params, opt_state=memory), *at, info, ranks)
+        params, memory, spent, (trials, stuck) = cycle.visit(
+            0, v, state.params, state.opt_state, at
+        )
+        after, metrics = finish_step(
+            state._replace(params=params, opt_state=memory), *at, info, ranks
+        )
         return after, metrics._replace(trials=trials, stuck=stuck, gradients=jnp.float32(1) + spent)
 
     states = tuple(init_state(each, optimizer).opt_state for each in params)
@@ -119,12 +140,16 @@ class _Cycle:
         return self.total(jax.tree.map(jnp.vdot, a, b))
 
     def at(self, level: int, v: PyTree, params: PyTree) -> tuple[Point, Info]:
-        (value, info), gradient = jax.value_and_grad(self.losses[level], has_aux=True)(params, self.solver)
+        (value, info), gradient = jax.value_and_grad(self.losses[level], has_aux=True)(
+            params, self.solver
+        )
         return (value - self.dot(v, params), optax.tree.sub(gradient, v)), info
 
     def move(self, change: Callable[[jax.Array], jax.Array], level: int, tree: PyTree) -> PyTree:
         """Bring parameters to a level: those of its layers change, all others stay."""
-        return jax.tree.map(lambda x, shape: x if x.shape == shape else change(x), tree, self.shapes[level])
+        return jax.tree.map(
+            lambda x, shape: x if x.shape == shape else change(x), tree, self.shapes[level]
+        )
 
     def steps(
         self, level: int, v: PyTree, number: int, params: PyTree, opt_state: PyTree, at: Point
@@ -141,7 +166,9 @@ class _Cycle:
         updates, opt_state = self.optimizer.update(at[1], opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    def visit(self, level: int, v: PyTree, params: PyTree, states: tuple[PyTree, ...], at: Point) -> Visited:
+    def visit(
+        self, level: int, v: PyTree, params: PyTree, states: tuple[PyTree, ...], at: Point
+    ) -> Visited:
         """Improve the parameters of a level, given its objective ``at`` them."""
         own, below, cost = states[0], states[1:], self.factor**-level
         if not below:
@@ -154,17 +181,23 @@ class _Cycle:
             params, own = self.step(*self.steps(level, v, self.post - 1, params, own, at))
         return params, (own, *below), spent + (self.pre + self.post) * cost, search
 
-    def correct(self, level: int, v: PyTree, params: PyTree, states: tuple[PyTree, ...], at: Point) -> Visited:
+    def correct(
+        self, level: int, v: PyTree, params: PyTree, states: tuple[PyTree, ...], at: Point
+    ) -> Visited:
         """Add the correction by the coarser levels."""
         below, (before, fine) = level + 1, at
         restrict = functools.partial(nn.coarsen, factor=self.factor)
         start = self.move(restrict, below, params)
-        gradient = self.move(lambda x: self.factor * restrict(x), below, fine)  # the transpose of repeating layers
+        gradient = self.move(
+            lambda x: self.factor * restrict(x), below, fine
+        )  # the transpose of repeating layers
         (value, own), _ = self.at(below, optax.tree.zeros_like(start), start)
         v_below = optax.tree.sub(own, gradient)
         at = value - self.dot(v_below, start), gradient
         learnt, states, spent, _ = self.visit(below, v_below, start, states, at)
-        direction = self.move(functools.partial(nn.refine, factor=self.factor), level, optax.tree.sub(learnt, start))
+        direction = self.move(
+            functools.partial(nn.refine, factor=self.factor), level, optax.tree.sub(learnt, start)
+        )
         spent += self.factor**-below
         if self.line_search is None:
             return optax.apply_updates(params, direction), states, spent, (None, None)
@@ -174,5 +207,7 @@ class _Cycle:
         def value_at(params: PyTree) -> tuple[jax.Array, None]:
             return self.losses[level](params, solver)[0] - self.dot(v, params), None
 
-        params, _, trials, stuck = self.line_search.along(direction, params, before, slope, value_at)
+        params, _, trials, stuck = self.line_search.along(
+            direction, params, before, slope, value_at
+        )
         return params, states, spent + trials * _TRIAL * self.factor**-level, (trials, stuck)
