@@ -10,7 +10,7 @@ Compose them into a cycle of your own, for `MGRIT(cycle=...)`, or call them by h
     ...     r = multigrid.residual(fine, u)
     ...     v = multigrid.restrict(fine, u)
     ...     coarse = coarse.with_rhs(multigrid.coarse_rhs(coarse, v, multigrid.restrict(fine, r)))
-    ...     return multigrid.correct(fine, u, multigrid.march(coarse), v), multigrid.sum_of_squares(fine, r)
+    ...     return multigrid.correct(fine, u, multigrid.march(coarse), v), multigrid.measure(fine, r)
     >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
     >>> solver = lp_jax.MGRIT(cycle=two_grid, iterations=4)
     >>> bool(jnp.isclose(problem.solve(solver=solver).y1, problem.solve(solver=lp_jax.Serial()).y1))
@@ -21,7 +21,7 @@ Source: Falgout, Friedhoff, Kolev, MacLachlan, Schroder, "Parallel time integrat
 """
 
 from lp_jax._levels._level import Level as Level
-from lp_jax._levels._level import sum_of_squares as sum_of_squares
+from lp_jax._levels._level import measure as measure
 from lp_jax._levels._relax import c_relax as c_relax
 from lp_jax._levels._relax import coarse_rhs as coarse_rhs
 from lp_jax._levels._relax import correct as correct

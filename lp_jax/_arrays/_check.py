@@ -80,9 +80,9 @@ def tolerance(rtol: object, fallback: object, *, has_tolerance: bool) -> None:
         raise TypeError(
             f"rtol must be a number, or None for a fixed number of iterations; got {rtol!r}."
         )
-    if isinstance(rtol, int | float) and not rtol >= 0:
+    if isinstance(rtol, float) and math.isnan(rtol):
         raise ValueError(
-            f"rtol must be at least 0, as a part of the first residual norm; got {rtol}."
+            "rtol must be a number; got nan. A negative tolerance asks for all iterations."
         )
     if fallback and not has_tolerance:
         raise ValueError(

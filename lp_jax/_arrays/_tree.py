@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from lp_jax._arrays._types import PyTree, Scalar
+from lp_jax._arrays._types import PyTree, Scalar, Stacked
 
 
 def add(a: PyTree, b: PyTree | None) -> PyTree:
@@ -290,6 +290,14 @@ def sum_of_squares(tree: PyTree) -> jax.Array:
     """Sum of squared magnitudes over all leaves, in at least single precision."""
     zero = jnp.zeros((), real_dtype(tree, at_least=jnp.float32))
     return jax.tree.reduce(jnp.add, leaf_squares(tree), zero)
+
+
+def inner_by_component(a: Stacked, b: Stacked) -> PyTree:
+    """Real parts of the inner products along the leading axis, in one dtype of at least single precision."""
+    dtype = real_dtype(a, at_least=jnp.float32)
+    return jax.tree.map(
+        lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype), axis=0), wide(a), wide(b)
+    )
 
 
 def inner(a: PyTree, b: PyTree) -> jax.Array:

@@ -259,6 +259,9 @@ class OnMesh(Workers):
     def sum(self, tree: PyTree) -> PyTree:
         return lax.psum(tree, self.axis)
 
+    def max(self, tree: PyTree) -> PyTree:
+        return lax.pmax(tree, self.axis)
+
     def gather(self, tree: PyTree, span: int) -> PyTree:
         return lax.all_gather(tree, self.axis, tiled=True)
 

@@ -298,6 +298,9 @@ class OnRanks(Workers):
     def sum(self, tree: PyTree) -> PyTree:
         return self.comm.sum(tree)
 
+    def max(self, tree: PyTree) -> PyTree:
+        return self.comm.max(tree)
+
     def gather(self, tree: PyTree, span: int) -> PyTree:
         _, mpi4jax = _modules()
         lengths = [n // span for n in self.held]

@@ -68,6 +68,10 @@ class Workers(abc.ABC):
         """Return the sum over the workers, on each of them."""
 
     @abc.abstractmethod
+    def max(self, tree: PyTree) -> PyTree:
+        """Return the largest number over the workers, element by element, on each of them."""
+
+    @abc.abstractmethod
     def gather(self, tree: PyTree, span: int) -> PyTree:
         """Return the stacked arrays of all workers, on each of them."""
 
@@ -254,6 +258,9 @@ class Local(Workers):
         return _tree.zeros_like(tree)
 
     def sum(self, tree: PyTree) -> PyTree:
+        return tree
+
+    def max(self, tree: PyTree) -> PyTree:
         return tree
 
     def gather(self, tree: PyTree, span: int) -> PyTree:

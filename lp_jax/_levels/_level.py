@@ -6,6 +6,7 @@ system is a level too, reversed. So no solver asks which level it is on.
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,11 @@ class Level:
         """The state that leaves the chain, given the C-points."""
         return self.workers.last(u, self.interval_span, reverse=self.reverse)
 
+    def edge(self, u: CPoints) -> State:
+        """The state that leaves this worker, given its C-points; ``y0`` if it has none."""
+        at = 0 if self.reverse else -1
+        return jax.tree.map(lambda x, y: x[at] if len(x) else y, u, self.y0)
+
     def cumsum(self, increments: CPoints, y0: State) -> CPoints:
         """Prefix sums of increments in the order of the chain, starting from ``y0``."""
         wide = _tree.wide(increments)
@@ -168,9 +174,9 @@ class Level:
             return self
         return dataclasses.replace(self, gathered=self.workers.gather(self.xs, self.span))
 
-    def norm(self, squares: jax.Array) -> jax.Array:
-        """Return the 2-norm, from every worker's sum of squares in units of the level."""
-        return self.in_units(self.workers.sum(squares))
+    def norm(self, residual: "Residual") -> jax.Array:
+        """Return the 2-norm of the residuals of all workers, from what `measure` says of each worker's."""
+        return self.in_units(self.workers.sum(residual.total))
 
     def in_units(self, squares: jax.Array) -> jax.Array:
         """Return the square roots of sums of squares of this level, undoing its unit."""
@@ -182,17 +188,61 @@ class Level:
         return self.step(u, x, shared), None
 
 
-def sum_of_squares(level: Level, tree: PyTree) -> jax.Array:
-    """Sum of squared magnitudes over all leaves, in at least single precision.
+class Residual(NamedTuple):
+    """Residuals of this worker, as a solver returns them to the driver; trees like a state.
 
-    It is in units of the states of ``level``, so that it neither overflows nor vanishes. `Level.norm` undoes them.
+    Attributes:
+        squares: sums of squared magnitudes over the C-points, for each component, in units of the level so that they neither
+            overflow nor vanish; `Level.norm` makes them the 2-norm over all workers.
+        largest: largest magnitude of each component, which a tolerance is compared with; None if changes are.
     """
-    unit = level.unit
-    if unit is None:
-        return _tree.sum_of_squares(tree)
-    return _tree.sum_of_squares(
-        jax.tree.map(lambda x: jnp.abs(x) * (1 / unit).astype(jnp.finfo(x.dtype).dtype), tree)
+
+    squares: State
+    largest: State | None = None
+
+    @property
+    def total(self) -> Scalar:
+        """Sum of squares of this worker."""
+        return jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, self.squares))
+
+
+def measure(level: Level, residuals: CPoints) -> Residual:
+    """Measure residuals, leaves ``(intervals, ...)``, for the norms that a solve reports and for its tolerance.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> problem = lp_jax.Problem(lambda y, layer: y + layer.dt * layer.params * y, jnp.ones(64), jnp.ones(()))
+        >>> fine, _ = lp_jax.multigrid.hierarchy(problem, lp_jax.MGRIT(coarsening=4))
+        >>> r = lp_jax.multigrid.residual(fine, jnp.zeros(16))
+        >>> round(float(fine.norm(lp_jax.multigrid.measure(fine, r))), 3)  # only y0 has a residual there
+        1.064
+    """
+    return Residual(
+        jax.tree.map(lambda x: jnp.sum(x, axis=0), squares_of(level, residuals)), largest(residuals)
     )
+
+
+def squares_of(level: Level, tree: PyTree) -> PyTree:
+    """Squared magnitudes, in units of the level and in at least single precision."""
+    dtype = _tree.real_dtype(tree, at_least=jnp.float32)
+
+    def leaf(x: jax.Array) -> jax.Array:
+        size = jnp.abs(x)
+        if level.unit is not None:
+            size = size * (1 / level.unit).astype(size.dtype)
+        return jnp.square(size.astype(dtype))
+
+    return jax.tree.map(leaf, tree)
+
+
+def largest(tree: Points) -> State:
+    """Largest magnitude of every component, of leaves ``(points, ...)``; infinite where one is not finite."""
+
+    def leaf(x: jax.Array) -> jax.Array:
+        size = jnp.max(jnp.abs(x), axis=0, initial=0)
+        return jnp.where(jnp.isnan(size), jnp.inf, size)
+
+    return jax.tree.map(leaf, tree)
 
 
 def identity(u: State, x: PyTree, shared: PyTree) -> State:

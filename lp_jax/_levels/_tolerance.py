@@ -1,37 +1,120 @@
-"""When iterations end: rounding, divergence, and how large the error of a solve can be."""
+"""When iterations end: how large a change or a residual is, and whether more iterations help.
 
-import math
+A state may hold metres beside kelvin, one channel of a thousand beside channels of one, or an outlier among its examples. So
+each component, that is each number of a state, is compared with its own size, the largest that it has at any layer. The error
+is the root of the mean square over the components, as in codes for ODEs (Hairer, Norsett, Wanner, "Solving Ordinary
+Differential Equations I", section II.4). It does not depend on the units of the components.
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._types import CPoints, PyTree, Scalar
-from lp_jax._levels._level import Level, sum_of_squares
+from lp_jax._arrays._types import Points, Scalar, State
+from lp_jax._levels._level import Level, largest
+
+_LOST = 1e-2  # of a state: largest rounding error
+_ROUNDING = 10  # times that of a state: smaller residuals may go up and down
+_GROWN = 10  # times the first error: sweeps that converge stay below 3 on the way, others pass 10
+_STALLED = 4  # iterations that do not halve an error that had fallen tenfold: rounding, or a limit
+
+
+class Changes(NamedTuple):
+    """Largest magnitudes of every component, at all layers or at the end of the chain; trees like a state."""
+
+    change: State  # of the states by the last iteration
+    size: State  # of the states
+    moved: State  # of their distance to the state that enters the chain
+    last_change: State  # of the state that leaves the chain by the last iteration
+    last: State  # of that state
 
 
 def unit_of(level: Level) -> Scalar:
     """Size of the states: the largest number of ``y0``, if there is a finite one that is not zero."""
     dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
-    size = jnp.max(
-        jnp.stack([jnp.max(_finite(x), initial=0).astype(dtype) for x in jax.tree.leaves(level.y0)])
-    )
+
+    def leaf(x: jax.Array) -> jax.Array:
+        return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0).astype(dtype)
+
+    size = jnp.max(jnp.stack([leaf(x) for x in jax.tree.leaves(level.y0)]))
     return jnp.where(size > jnp.finfo(dtype).tiny, size, 1)
 
 
-def _finite(x: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+def changes(level: Level, before: tuple[Points, State], after: tuple[Points, State]) -> Changes:
+    """Compare the states of this worker, and the one that leaves it, before and after an iteration."""
+    (old, old_last), (new, new_last) = before, after
+    ends = level.workers.index() == level.workers.first(not level.reverse)
+
+    def of_the_end(state: State) -> State:
+        return largest(jax.tree.map(lambda x: jnp.where(ends, x, 0)[None], state))
+
+    return Changes(
+        change=largest(_tree.sub(new, old)),
+        size=largest(new),
+        moved=largest(jax.tree.map(lambda x, y: x - y[None], new, level.y0)),
+        last_change=of_the_end(_tree.sub(new_last, old_last)),
+        last=of_the_end(new_last),
+    )
 
 
-def rounding_of(level: Level, u: CPoints) -> Scalar:
-    """Square of the rounding of states. No residual norm gets below it."""
-    dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
-    squares = [
-        jnp.square(eps_of(x)) * sum_of_squares(level, _finite(x)).astype(dtype)
-        for x in jax.tree.leaves(u)
-    ]
-    return jnp.sum(jnp.stack(squares))
+def error_of_changes(y0: State, found: Changes) -> Scalar:
+    """The last change as a relative error, the largest of all leaves; infinite where a number is not finite.
+
+    The change is compared with the states, or with their distance to ``y0`` where that is smaller. The state that leaves the
+    chain, from which the gradient of ``y0`` comes, is compared with itself, as the chain may have decayed until there.
+    The error is infinite if that state is lost in the rounding of sums.
+    """
+
+    def leaf(y: jax.Array, *parts: jax.Array) -> jax.Array:
+        change, _, moved, last_change, last = _in_sizes(y, *parts)
+        summed = eps_of(_tree.wide(y))
+        rounding = 2 * eps_of(y) + 8 * summed
+        error = _mean_square(jnp.where(change <= rounding, 0, change))
+        floor = rounding * last + summed
+        last_error = _mean_square(jnp.where(last_change <= floor, 0, last_change))
+        left = _mean_square(last)
+        lost = (left > 0) & (jnp.sqrt(left) < summed / _LOST)
+        of_last = jnp.where(lost, jnp.inf, _ratio(last_error, left))
+        return jnp.maximum(_ratio(error, jnp.minimum(1, _mean_square(moved))), of_last)
+
+    return _largest_root(jax.tree.map(leaf, y0, *found))
+
+
+def error_of_residuals(y0: State, residuals: State, size: State) -> Scalar:
+    """The largest residuals relative to the states, the largest of all leaves; infinite where a number is not finite."""
+
+    def leaf(y: jax.Array, *parts: jax.Array) -> jax.Array:
+        residual = _in_sizes(y, *parts)[0]
+        return _mean_square(jnp.where(residual <= 2 * eps_of(y), 0, residual))
+
+    return _largest_root(jax.tree.map(leaf, y0, residuals, size))
+
+
+def _in_sizes(y: jax.Array, part: jax.Array, size: jax.Array, *more: jax.Array) -> list[jax.Array]:
+    """Magnitudes of components relative to their size, at least that of the state that enters."""
+    dtype = _tree.real_dtype(y, at_least=jnp.float32)
+    size = jnp.maximum(size, jnp.abs(y)).astype(dtype)
+    shares = [x.astype(dtype) / jnp.where(size > 0, size, 1) for x in (part, size, *more)]
+    # where all states are zero, a change is as large as can be
+    return [jnp.where((size > 0) | (x == 0), x, jnp.inf) for x in shares]
+
+
+def _mean_square(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(x)) / max(1, x.size)
+
+
+def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a / b``; nothing of nothing is nothing, and what is not finite is infinite."""
+    ratio = jnp.where(a == 0, 0, a / b)
+    return jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
+
+
+def _largest_root(squares: State) -> Scalar:
+    dtype = _tree.real_dtype(squares)
+    return jnp.sqrt(jnp.max(jnp.stack([x.astype(dtype) for x in jax.tree.leaves(squares)])))
 
 
 def eps_of(x: jax.Array) -> float:
@@ -39,103 +122,36 @@ def eps_of(x: jax.Array) -> float:
     return float(jnp.finfo(x.dtype).eps)
 
 
-_LOST = 1e-2  # of a state: largest rounding error
-ROUNDING = 10  # times the rounding norm: smaller residual norms may go up and down
-_GROWN = 10  # times the first residual norm: sweeps that converge stay below 3 on the way, others pass 10
-_STALLED = (
-    4  # iterations that do not halve a residual norm that had fallen tenfold: rounding, or a limit
-)
+def relative_to_first(error: Scalar, first: Scalar) -> Scalar:
+    """The error of residuals in parts of the first one, or of the states if these are smaller."""
+    return _ratio(error, jnp.minimum(1, first))
 
 
-def largest_reference(level: Level) -> Scalar:
-    """Largest first residual norm that a tolerance may be relative to: of changes as large as ``y0`` in every interval.
-
-    Coarse steps that diverge lead to larger states.
-    """
-    size = level.in_units(sum_of_squares(level, level.y0)) * math.sqrt(
-        level.workers.total(level.interval_span)
-    )
-    return jnp.where(size > 0, size, jnp.inf)
-
-
-def changed_unseen(level: Level, before: CPoints, after: CPoints) -> jax.Array:
-    """How many numbers of the last C-point here an iteration changed, of those too small for squares of residuals, ``(1,)``."""
-
-    def leaf(a: jax.Array, b: jax.Array) -> jax.Array:
-        seen = (
-            math.sqrt(jnp.finfo(a.dtype).tiny)
-            / eps_of(a)
-            * level.in_units(jnp.ones((), jnp.finfo(a.dtype).dtype))
-        )
-        return jnp.sum((a[-1:] != b[-1:]) & (jnp.abs(b[-1:]) < seen), dtype=jnp.int32)
-
-    return sum(jax.tree.leaves(jax.tree.map(leaf, before, after)), jnp.int32(0))[None]
-
-
-def measure_corrections(
-    level: Level, before: tuple[PyTree, ...], after: tuple[PyTree, ...]
-) -> jax.Array:
-    """Squares by leaves of the state, ``(leaves, 4)``: of the change of all states, of these, of the last one's change, of that.
-
-    ``before`` and ``after`` hold the states, then the one that leaves this worker.
-    """
-    ends = level.workers.index() == level.workers.first(not level.reverse)
-
-    def leaf(old: jax.Array, new: jax.Array, old_last: jax.Array, new_last: jax.Array) -> jax.Array:
-        parts = [sum_of_squares(level, x) for x in (new - old, new, new_last - old_last, new_last)]
-        vanished = (parts[3] == 0) & jnp.any(
-            new_last != 0
-        )  # then a correction may not be seen either
-        last = [jnp.where(ends, x, 0) for x in parts[2:]]
-        return jnp.stack([jnp.where(vanished, jnp.inf, parts[0]), parts[1], *last])
-
-    (old, old_last, *_), (new, new_last, *_) = before, after
-    return jnp.stack(jax.tree.leaves(jax.tree.map(leaf, old, new, old_last, new_last)))
-
-
-def relative_error(
-    level: Level,
-    norms: jax.Array,
-    count: jax.Array,
-    first: jax.Array,
-    errors: jax.Array,
-    *,
-    warm: bool,
-) -> tuple[Scalar, Scalar, jax.Array]:
-    """Estimate the relative error of a sweep's states, the largest of all leaves, from the norms of its corrections.
-
-    All states are compared with the first correction, or with the states where these are smaller; the state that leaves the
-    chain, from which the gradient of ``y0`` comes, with itself. The error is infinite where that is lost in the rounding of sums.
-    After a ``warm`` start the first correction is no measure, and the states are one.
-
-    ``norms`` are those of `measure_corrections`, ``first`` those of the first correction, ``errors`` those of the
-    ``count`` sweeps before. It returns the last correction as a relative error, the error that is left, and ``first``.
-    """
-    leaves = jax.tree.leaves(level.y0)
-    dtype = norms.dtype
-    summed = jnp.asarray(
-        [eps_of(x) for x in jax.tree.leaves(jax.eval_shape(_tree.wide, level.y0))], dtype
-    )
-    eps = 2 * jnp.asarray([eps_of(x) for x in leaves], dtype) + 8 * summed
-    change, size, last_change, last = norms.T
-    first = jnp.where(count == 0, size if warm else change, first)
-    first = jnp.where(
-        first <= eps * size, change, first
-    )  # a leaf may stay until another one has changed
-
-    def ratio(a: jax.Array, floor: jax.Array, b: jax.Array) -> jax.Array:
-        small = (a <= floor) & jnp.isfinite(a)
-        return jnp.where(small, 0, jnp.where(b > 0, a / jnp.where(b > 0, b, 1), jnp.inf))
-
-    of_all = ratio(change, eps * size, jnp.minimum(first, size))
-    of_last = ratio(last_change, eps * last + summed * size, last)
-    lost = (last > 0) & (summed * size > _LOST * last)  # in the rounding of the sum
-    error = jnp.max(jnp.concatenate([of_all, jnp.where(lost, jnp.inf, of_last)]))
-    error = jnp.where(jnp.isnan(norms).any(), jnp.nan, error)
-    rate = error / jnp.where(count == 0, jnp.inf, errors[count - 1])
-    # corrections that shrink by the rate from here on are a geometric series
+def with_rate(error: Scalar, before: Scalar) -> Scalar:
+    """The error that is left after a change, by the error ``before`` it, if it falls slowly."""
+    rate = error / before
+    # changes that shrink by the rate from here on are a geometric series
     left = jnp.where(rate < 1, rate / (1 - rate), jnp.inf)
-    return error, jnp.where(rate > 0.5, error * left, error), first
+    return jnp.where(rate > 0.5, error * left, error)
+
+
+def growth(level: Level, squares: State) -> Scalar:
+    """A sum over this worker's components that is positive if residuals rise; ``squares`` are those of all iterations.
+
+    They rise where the last square is on average more than half of the first and the last one together, in any units.
+    Squares that rounding explains count as nothing.
+    """
+
+    def leaf(y: jax.Array, squares: jax.Array) -> jax.Array:
+        first, last = squares[0], squares[-1]
+        rounding = _ROUNDING * eps_of(y) * jnp.abs(y).astype(last.dtype)
+        if level.unit is not None:
+            rounding /= level.unit.astype(last.dtype)
+        both = jnp.where(last <= level.intervals * jnp.square(rounding), 0, first + last)
+        counts = (both > 0) & jnp.isfinite(first)
+        return jnp.sum(jnp.where(counts, last / jnp.where(counts, both, 1) - 0.5, 0))
+
+    return jax.tree.reduce(jnp.add, jax.tree.map(leaf, level.y0, squares))
 
 
 def hopeless(errors: jax.Array, k: jax.Array, sweeps_to: float | jax.Array | None) -> jax.Array:

@@ -1,12 +1,21 @@
 """Which numbers of a state a linear function combines, read from its program."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 import jax
 from jax.extend import core
 
-from lp_jax._arrays._products import CALLS, array_type, called, follow, is_product
+from lp_jax._arrays._products import (
+    CALLS,
+    array_type,
+    called,
+    follow,
+    inside,
+    is_product,
+    scan_parts,
+)
 from lp_jax._arrays._types import PyTree, State
 
 Linear = Callable[[State], State]
@@ -88,7 +97,9 @@ def example_axes(
     of_state = len(jax.tree.leaves(state))
     first = tuple(range(axes))
     inputs: list[Property] = [*[None] * (len(program.invars) - of_state), *[first] * of_state]
-    return _follow(program, inputs, _examples)
+    # if there is one axis of examples, it may also be the slow part of a longer axis
+    number = jax.tree.leaves(state)[0].shape[0] if axes == 1 else None
+    return _follow(program, inputs, functools.partial(_examples, number))
 
 
 def _follow(
@@ -107,15 +118,47 @@ def _follow(
             return [None] * len(equation.outvars)
         if equation.primitive.name in CALLS:
             return _follow(called(equation)[0], operands, rule)
+        if equation.primitive.name == "scan":
+            return _follow_scan(equation, operands, rule)
         return [rule(equation, operands)] * len(equation.outvars)
 
     return follow(jaxpr, inputs, operation, None)
 
 
+def _follow_scan(
+    equation: core.JaxprEqn, operands: list[Property], rule: Callable[..., Property]
+) -> list[Property]:
+    """`_follow` through the body of a scan until its carry has the same properties before and after."""
+    (body,), (consts, carries) = inside(equation), scan_parts(equation)
+    start, end = consts, consts + carries
+    operands = [*operands[:end], *(_shifted(x, -1) for x in operands[end:])]
+    while True:
+        results = _follow(body, operands, rule)
+        carry = list(map(_both, operands[start:end], results))
+        if carry == operands[start:end]:
+            return [*results[:carries], *(_shifted(x, 1) for x in results[carries:])]
+        operands[start:end] = carry
+
+
+def _shifted(x: Property, by: int) -> Property:
+    """The property of one entry of an array's leading axis (-1), or of the array of such entries (1)."""
+    if not isinstance(x, tuple):
+        return x
+    return UNKNOWN if by < 0 and 0 in x else tuple(i + by for i in x)
+
+
+def _both(a: Property, b: Property) -> Property:
+    """The property of an array that has one or the other."""
+    if a == b or b is None:
+        return a
+    worst: list[Property] = [x for x in (COUPLED, False) if x in (a, b)]
+    return b if a is None else [*worst, UNKNOWN][0]
+
+
 COUPLED, UNKNOWN = "coupled", "unknown"
 
 
-def _examples(equation: core.JaxprEqn, inputs: list[Property]) -> Property:
+def _examples(number: int | None, equation: core.JaxprEqn, inputs: list[Property]) -> Property:
     """Axes of the examples in the result, from those in the operands."""
     if COUPLED in inputs:
         return COUPLED
@@ -132,6 +175,9 @@ def _examples(equation: core.JaxprEqn, inputs: list[Property]) -> Property:
         if any(i in axes and x[i] > 1 for i in params["axes"]):
             return COUPLED
         return _reorder(axes, [i for i in range(len(x)) if i not in params["axes"]])
+    if name.startswith("cum") or name == "rev":
+        along = params["dimensions"] if name == "rev" else (params["axis"],)
+        return COUPLED if any(i in axes and x[i] > 1 for i in along) else axes
     if name == "transpose":
         return _reorder(axes, params["permutation"])
     if name == "broadcast_in_dim":
@@ -140,7 +186,9 @@ def _examples(equation: core.JaxprEqn, inputs: list[Property]) -> Property:
         begins = {math.prod(out[:i]): i for i in reversed(range(len(out))) if out[i] > 1}
         places = [begins.get(math.prod(x[:i])) for i in axes]
         kept = tuple(
-            i for i, k in zip(places, axes, strict=True) if i is not None and out[i] == x[k]
+            i
+            for i, k in zip(places, axes, strict=True)
+            if i is not None and (out[i] == x[k] or (number and out[i] % number == 0))
         )
         return kept if len(kept) == len(axes) else UNKNOWN
     if name in ("slice", "split", "pad", "concatenate") and all(x[i] == out[i] for i in axes):

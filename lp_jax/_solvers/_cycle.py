@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._types import CPoints, Points, PyTree, Scalar
-from lp_jax._levels._level import Level, sum_of_squares
+from lp_jax._arrays._types import CPoints, Points, PyTree
+from lp_jax._levels._level import Level, Residual, measure
 from lp_jax._levels._relax import (
     Relaxation,
     coarse_rhs,
@@ -36,10 +36,10 @@ class Scheme:
 
 def fas_cycle(
     scheme: Scheme, levels: Sequence[Level], u: CPoints, kind: str
-) -> tuple[CPoints, Scalar]:
+) -> tuple[CPoints, Residual]:
     """One FAS cycle of a kind, "V", "F" or "W", on ``levels[0]`` with C-points ``u``.
 
-    It returns the corrected C-points, and the sum of squares of this worker's residuals after relaxation, before correction.
+    It returns the corrected C-points, and this worker's residuals after relaxation and before correction, by `measure`.
     """
     fine, *coarser = levels
     points_too = any(level.linearise_at for level in coarser)
@@ -48,7 +48,7 @@ def fas_cycle(
     v = restrict(fine, u)
     rhs = coarse_rhs(coarse, v, restrict(fine, r), restrict(fine, incoming))
     w = coarse_solve(scheme, [coarse.with_rhs(rhs), *coarser], v, kind)
-    return correct(fine, u, w, v), sum_of_squares(fine, r)
+    return correct(fine, u, w, v), measure(fine, r)
 
 
 def coarse_solve(scheme: Scheme, levels: Sequence[Level], v: Points, kind: str) -> Points:
@@ -81,7 +81,7 @@ def coarse_to_fine(scheme: Scheme, levels: Sequence[Level], kind: str) -> CPoint
     return prolong(fine, f_relax(coarse, u))
 
 
-def v_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
+def v_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Residual]:
     """One V-cycle of the full approximation scheme.
 
     Args:
@@ -90,8 +90,8 @@ def v_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPo
         options: ``relaxation``, ``c_weight`` and ``coarsest``, as for `MGRIT`.
 
     Returns:
-        The corrected C-points, and this worker's sum of squared residuals after relaxation; ``levels[0].norm`` makes it the norm
-        over all workers.
+        The corrected C-points, and what `multigrid.measure` says of this worker's residuals after relaxation;
+        ``levels[0].norm`` makes it the norm over all workers.
 
     Example:
         >>> import functools, jax.numpy as jnp, lp_jax
@@ -104,13 +104,13 @@ def v_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPo
     return fas_cycle(Scheme(**options), levels, u, "V")
 
 
-def f_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
-    """One F-cycle: each coarse level is visited by an F-cycle, then by a V-cycle. As `v_cycle` else."""
+def f_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Residual]:
+    """One F-cycle: each coarse level is visited by an F-cycle, then by a V-cycle. Otherwise like `v_cycle`."""
     return fas_cycle(Scheme(**options), levels, u, "F")
 
 
-def w_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Scalar]:
-    """One W-cycle: each coarse level is visited by two W-cycles. As `v_cycle` else."""
+def w_cycle(levels: Sequence[Level], u: CPoints, **options: PyTree) -> tuple[CPoints, Residual]:
+    """One W-cycle: each coarse level is visited by two W-cycles. Otherwise like `v_cycle`."""
     return fas_cycle(Scheme(**options), levels, u, "W")
 
 

@@ -275,11 +275,14 @@ def _solve(
                 lambda u, d, r: jnp.where(jnp.isfinite(u + d), u + d, r), old, change, reached
             )
             pairs = zip(*map(jax.tree.leaves, (new, old)), strict=True)
-            limit = math.sqrt(
-                jnp.finfo(jax.tree.leaves(wide)[0].dtype).eps
-            )  # the next iteration squares it
-            close = [jnp.max(jnp.abs(a - b)) <= limit * jnp.max(jnp.abs(a)) for a, b in pairs]
-            return new, done + 1, jnp.all(jnp.stack(close)) | reverse
+            # the next iteration squares it
+            limit = math.sqrt(jnp.finfo(jax.tree.leaves(wide)[0].dtype).eps)
+
+            def close(a: jax.Array, b: jax.Array) -> jax.Array:  # each number by itself
+                change, size = (jnp.max(jnp.abs(x), axis=0) for x in (a - b, a))
+                return jnp.all(change <= limit * size)
+
+            return new, done + 1, jnp.all(jnp.stack([close(*pair) for pair in pairs])) | reverse
 
         carry = _tree.repeat(wide, count), jnp.int32(0), jnp.asarray(False)
         if count > 1:

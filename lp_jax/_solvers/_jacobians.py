@@ -73,7 +73,10 @@ class Jacobians(abc.ABC):
 class Whole(Jacobians):
     """Whole Jacobians of states as vectors ``(*batch, d)``, all leaves side by side."""
 
-    def __init__(self, state: State, batch_axes: int | None) -> None:
+    def __init__(
+        self, state: State, batch_axes: int | None, *, refuses_unknown: bool = False
+    ) -> None:
+        self._refuses_unknown = refuses_unknown
         leaves, self._structure = jax.tree.flatten(state)
         self._shapes = [jnp.shape(x) for x in leaves]
         self._dtypes = [x.dtype for x in leaves]
@@ -101,7 +104,8 @@ class Whole(Jacobians):
         v_next, derivative = _linearise(
             lambda v: self.join(step(self.part(v))), v, transposed=transposed
         )
-        coupled = self._axes > 0 and COUPLED in example_axes(derivative, (), v, self._axes)
+        found = example_axes(derivative, (), v, self._axes) if self._axes else ()
+        coupled = COUPLED in found
         if (
             self._axes
             and not transposed
@@ -116,6 +120,13 @@ class Whole(Jacobians):
                 f"first axes of a state with leaves of shapes {self._shapes}, as a normalisation over the batch does. Say "
                 "batch_axes=0, for one Jacobian of the whole state, or take another solver. Inside jax.vmap a state has no "
                 "axis of examples."
+            )
+        if UNKNOWN in found and self._refuses_unknown:
+            raise ValueError(
+                f"Newton(batch_axes={self._axes}) solves an adjoint system in one iteration if the step treats entries along "
+                "the first axes of its state independently, and the step's program does not show whether it does. Set a "
+                "tolerance, rtol=1e-3, with which the solution is measured; or say batch_axes=0, for one Jacobian of the "
+                "whole state."
             )
         return self.part(v_next), derivative, -2 if transposed else -1
 

@@ -10,9 +10,9 @@ import jax
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._check import register
-from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, State, Transfer
+from lp_jax._arrays._types import Advance, CPoints, PyTree, State, Transfer
 from lp_jax._levels._chain import Chain
-from lp_jax._levels._level import Level
+from lp_jax._levels._level import Level, Residual
 from lp_jax._levels._relax import Relaxation, at_level, per_level
 from lp_jax._levels._sweep import sweep
 from lp_jax._solvers._coarse_step import CoarseStep, PerInterval, coarser
@@ -21,7 +21,7 @@ from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Needs, Solver, Start, constant
 from lp_jax._solvers._sweeps import Picard
 
-Cycle: TypeAlias = Callable[[Sequence[Level], CPoints], tuple[CPoints, Scalar]]
+Cycle: TypeAlias = Callable[[Sequence[Level], CPoints], tuple[CPoints, Residual]]
 AnyCoarseStep: TypeAlias = CoarseStep | Callable[..., State]
 
 
@@ -35,16 +35,18 @@ class MGRIT(Solver):
             would have fewer than ``min_coarse`` steps.
         coarsening: coarsening factor m, or one per level (the last one repeats).
         iterations: number of cycles; with a tolerance their maximum.
-        rtol: stop when the residual norm is at most this times the first one that was measured.
-        atol: stop when the residual norm is at most this. A tolerance below rounding is raised to it; a negative one disables
-            the test.
-        fallback: propagate the layers serially if the tolerance is not met. An iteration that diverges (its residual norm has
-            grown by ten) or stalls is given up at once.
+        rtol: stop when the residuals are at most this times the first ones that were measured, or times the states if these
+            are smaller. Each component of the state is compared with its own size, the largest at any C-point, so that units do
+            not matter; what counts is the root of the mean square over the components of a leaf. What rounding leaves of a
+            component counts as zero.
+        atol: stop when the residual norm is at most this. A negative tolerance is never met, so that all iterations are made.
+        fallback: propagate the layers serially if the tolerance is not met. An iteration that diverges (its error grew tenfold)
+            or stalls is given up at once.
         relaxation: "F", "FCF", "FCFCF", ..., or a function ``r(level, u) -> u`` made of `f_relax` and `c_relax`; or one per
             level, finest first (the last one repeats).
         c_weight: weight w of C-relaxation, ``u_c <- w Phi(u[c-1]) + (1 - w) u_c``.
-        cycle: "V", "F" or "W"; or a function ``f(levels, u) -> (u, squares)`` made of the pieces in `lp_jax.multigrid`: C-points
-            of ``levels[0]`` and the sum of squares of this worker's residuals (`sum_of_squares`) before they were corrected.
+        cycle: "V", "F" or "W"; or a function ``f(levels, u) -> (u, residual)`` made of the pieces in `lp_jax.multigrid`: C-points
+            of ``levels[0]``, and what `multigrid.measure` says of this worker's residuals before they were corrected.
             It relaxes and solves the coarsest level itself; ``relaxation``, ``c_weight`` and ``coarsest`` serve the cascade.
         start: "cascade": the first iteration goes from coarse to fine: solve the coarsest level, then inject and F-relax level
             by level. It needs no guess; where a trajectory is given, the first iteration is a cycle that starts there. "guess":
@@ -117,7 +119,7 @@ class MGRIT(Solver):
                 )
         if not callable(self.cycle):
             _check.one_of(
-                "cycle", self.cycle, VISITS, otherwise="or a function f(levels, u) -> (u, squares)"
+                "cycle", self.cycle, VISITS, otherwise="or a function f(levels, u) -> (u, residual)"
             )
         _check.one_of("start", self.start, ("cascade", "guess"))
         _check.one_of("storage", self.storage, ("c_points", "all"))
@@ -197,7 +199,7 @@ class MGRIT(Solver):
             return Start(coarse_to_fine(self._scheme, levels, kind), spent=1)
         return Start(constant(levels[0], guess))
 
-    def improve(self, levels: Sequence[Level], state: CPoints) -> tuple[CPoints, Scalar]:
+    def improve(self, levels: Sequence[Level], state: CPoints) -> tuple[CPoints, Residual]:
         if callable(self.cycle):
             return self.cycle(levels, state)
         return fas_cycle(self._scheme, levels, state, self.cycle)

@@ -12,14 +12,14 @@ from jax import lax
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._check import register
-from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, State
+from lp_jax._arrays._types import Advance, CPoints, PyTree, State
 from lp_jax._levels._chain import Chain
-from lp_jax._levels._level import Level, sum_of_squares
+from lp_jax._levels._level import Level, Residual, measure
 from lp_jax._levels._sweep import each, sweep
 from lp_jax._solvers import _affine
 from lp_jax._solvers._affine import Maps
 from lp_jax._solvers._jacobians import Blocks, Full, Shared
-from lp_jax._solvers._solver import WITHOUT_TOLERANCE, Needs, Solver, Start, constant
+from lp_jax._solvers._solver import Needs, Solver, Start, constant
 
 JACOBIANS = ("full", "shared", "diagonal", "identity")
 
@@ -112,7 +112,8 @@ class Newton(Solver):
     a full Jacobian for d numbers takes d evaluations, :math:`d^2` numbers per layer and example, and products of such
     matrices. It pays for small states and many layers: recurrent networks with up to some 64 units.
 
-    The adjoint system is linear: with full Jacobians one iteration solves it, the default for the ``adjoint_solver``.
+    The adjoint system is linear: with full Jacobians one iteration solves it, the default for the ``adjoint_solver``. With a
+    tolerance, one more evaluation of the layers measures whether it did.
 
     Args:
         jacobian: "full"; "shared": one for all examples, at the mean of their states and inputs, with the memory and products of
@@ -125,11 +126,12 @@ class Newton(Solver):
         relaxations: number of Jacobi sweeps before the first iteration, each one evaluation of all layers. They forget the guess
             as fast as the network forgets its initial state: a trained recurrent network gets near its states in some 16.
             Layers near the identity forget nothing: take 0.
-        rtol, atol, fallback: as in `MGRIT`.
+        rtol, atol, fallback: as in `Picard`.
         damping: None, or a `Damping`, such as `Shrink` or `Clip`, where iterations overflow before they converge.
         batch_axes: number of leading axes of every leaf of the state along which a layer treats entries independently
-            (examples). A step whose program combines examples is refused. None is 1 with "shared"; else it is 0, and refused
-            where a leaf has several axes.
+            (examples). A step whose program combines examples is refused. Where the program does not show it, iterations take
+            longer if it does, and an adjoint of one iteration needs a tolerance, so that it is measured. None is 1 with
+            "shared"; else it is 0, and refused where a leaf has several axes.
         jacobian_of: another step, or body of a `scan`, of the same form, whose Jacobian replaces that of the step: one with a
             ``stop_gradient`` on a part that matters little, say. It changes the speed of convergence, not the result.
         storage, at_once: as in `Picard`.
@@ -162,6 +164,8 @@ class Newton(Solver):
     jacobian_of: Callable[..., PyTree] | None = None
     storage: str = "all"
     at_once: int | float | str = "auto"
+    compares_changes = True
+    recovers = True
 
     def __post_init__(self) -> None:
         _check.one_of("jacobian", self.jacobian, JACOBIANS)
@@ -180,9 +184,12 @@ class Newton(Solver):
         _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
 
     def for_adjoint(self) -> Solver:
-        if self.jacobian != "full" or self.damping is not None or self.jacobian_of is not None:
-            return self
-        return dataclasses.replace(self, iterations=1, relaxations=0, **WITHOUT_TOLERANCE)
+        return dataclasses.replace(self, iterations=1, relaxations=0) if self._is_exact else self
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether one iteration solves a linear system."""
+        return self.jacobian == "full" and self.damping is None and self.jacobian_of is None
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         everything = self.at_once == "auto" and chain.traced.footprint.counted
@@ -198,7 +205,8 @@ class Newton(Solver):
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         level, shared = levels[0], self.jacobian == "shared"
-        if guess is None and level.reverse and shared:  # for cotangents that fade away
+        # cotangents may fade away, and would be lost in the rounding of a larger guess
+        if guess is None and level.reverse and (shared or self._is_exact):
             guess = _tree.zeros_like(_tree.repeat(level.y0, level.intervals))
         u = constant(level, guess)
         if relaxations := min(self.relaxations, level.workers.total(level.span)):
@@ -213,19 +221,40 @@ class Newton(Solver):
         if shared or self.jacobian_of is not None:
             operands = level.xs[0] if level.reverse else level.xs
             u = u._replace(operands=self._kind(level).operands(_forward(level), level.y0, operands))
-        if level.reverse and self.iterations > 1 and self.jacobian != "identity":
-            u = Iterate(u.states, jacobians=self._linearise(level, u)[1])
-        return Start(u, recovers=True)
+        measured = self._measures(level)
+        if level.reverse and self.jacobian != "identity" and (self.iterations > 1 or measured):
+            stepped, jacobians = self._linearise(level, u)
+            u = Iterate(u.states, jacobians=jacobians)
+            if measured:
+                u = Iterate(self._solve(level, u.states, stepped, jacobians)[0])
+        return Start(u)
 
     def c_points(self, levels: Sequence[Level], state: Iterate) -> CPoints:
         return state.states
 
-    def improve(self, levels: Sequence[Level], state: Iterate) -> tuple[Iterate, Scalar]:
+    def _measures(self, level: Level) -> bool:
+        """Whether the system is solved at the start, so that the only iteration measures the solution."""
+        return level.reverse and self.iterations == 1 and self._is_exact and self.has_tolerance
+
+    def improve(self, levels: Sequence[Level], state: Iterate) -> tuple[Iterate, Residual]:
         level, u, old = levels[0], state, state.states
+        if self._measures(level):
+            stepped = sweep(level, level.incoming(old))[0]
+            return Iterate(stepped), measure(level, _tree.sub(stepped, old))
         if self.jacobian == "identity" or u.jacobians is not None:
             stepped, jacobians = sweep(level, level.incoming(old))[0], u.jacobians
         else:
             stepped, jacobians = self._linearise(level, u)
+        new, finite = self._solve(level, old, stepped, jacobians)
+        residual = measure(level, _tree.sub(stepped, old))
+        # what was set back is no solution
+        squares = jax.tree.map(lambda x: jnp.where(finite, x, jnp.inf), residual.squares)
+        return u._replace(states=new), residual._replace(squares=squares)
+
+    def _solve(
+        self, level: Level, old: CPoints, stepped: CPoints, jacobians: jax.Array | None
+    ) -> tuple[CPoints, jax.Array]:
+        """The states of the linear chain, and whether all are finite; those that are not stay as they were."""
         residuals = _tree.sub(stepped, old)
         if jacobians is None:
             change = level.cumsum(residuals, _tree.zeros_like(level.y0))
@@ -236,13 +265,10 @@ class Newton(Solver):
                 _affine.solve(level.workers, maps, kind, reverse=level.reverse)
             )
         new = _tree.add(old, change)
-        set_back = jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in jax.tree.leaves(new)]))
-        squares = jnp.where(
-            set_back, jnp.inf, sum_of_squares(level, residuals)
-        )  # what was set back is no solution
+        finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(new)])
         # numbers that overflowed would never become finite, and the first k states would not be exact
         new = jax.tree.map(lambda x, before: jnp.where(jnp.isfinite(x), x, before), new, old)
-        return u._replace(states=new), squares
+        return new, jnp.all(finite)
 
     def finish(
         self, levels: Sequence[Level], u: CPoints, advance: Advance | None
@@ -259,7 +285,10 @@ class Newton(Solver):
     def _kind(self, level: Level) -> Full | Blocks | Shared:
         if self.jacobian == "shared":
             return Shared(level.y0, self._averaged_axes, single=level.single_example)
-        return (Full if self.jacobian == "full" else Blocks)(level.y0, self.batch_axes)
+        if self.jacobian == "diagonal":
+            return Blocks(level.y0, self.batch_axes)
+        unmeasured = level.reverse and self.iterations == 1 and not self.has_tolerance
+        return Full(level.y0, self.batch_axes, refuses_unknown=unmeasured)
 
     def _linearise(self, level: Level, u: Iterate) -> tuple[CPoints, jax.Array]:
         """The state after each layer, and the layers' Jacobians."""

@@ -13,20 +13,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, Slices, State, Transfer
+from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, Slices, State, Transfer
 from lp_jax._levels._chain import Chain
-from lp_jax._levels._level import Level
-from lp_jax._levels._result import DONE, FELL_BACK, of_norms
+from lp_jax._levels._level import Level, Residual, largest
+from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, NOT_CONVERGED, of_norms
 from lp_jax._levels._sweep import march, sweep
 from lp_jax._levels._tolerance import (
-    ROUNDING,
-    changed_unseen,
-    eps_of,
+    changes,
+    error_of_changes,
+    error_of_residuals,
+    growth,
     hopeless,
-    largest_reference,
-    relative_error,
-    rounding_of,
+    relative_to_first,
     unit_of,
+    with_rate,
 )
 from lp_jax._solvers._coarse_step import Coarse, CoarseStep
 
@@ -38,20 +38,11 @@ class Start(NamedTuple):
         state: the state of `Solver.improve`, a pytree: C-points, or a record that holds them.
         spent: number of iterations that this start cost.
         taken: number of iterations to report for it, where that depends on the data.
-        first: first residual norm, if the start measured it; None for that of the first iteration.
-        recovers: whether iterations continue after a residual norm that is not finite.
-        corrections: ``corrections(before, after)`` squares the corrections of an iteration, by leaves of the state, ``(leaves,
-            4)``, for the test of ``rtol``; None tests residual norms.
-        series: whether errors fall like ``(L T)^s / s!``, so that two of them foretell the last one.
     """
 
     state: PyTree
     spent: int = 0
     taken: jax.Array | None = None
-    first: Scalar | None = None
-    recovers: bool = False
-    corrections: Callable[[PyTree, PyTree], jax.Array] | None = None
-    series: bool = False
 
 
 class Needs(NamedTuple):
@@ -83,13 +74,17 @@ class Solver(CoarseStep):
     defaults. On a level it may use `f_relax`, `c_relax`, `residual`, and ``level.cumsum``.
 
     Attributes:
-        rtol: stop when the residual norm is at most this times the first one that was measured, or, with `Start.corrections`,
-            when the last change of the states is at most this times their size; None: no such test.
+        rtol: stop when the residuals are at most this times the first ones that were measured, or, with ``compares_changes``,
+            when the last change of the states is at most this times their size; None: no such test. Each component of the
+            state is compared with its own size, so that units do not matter.
         atol: stop when the residual norm is at most this; None: no such test.
         fallback: whether the layers are propagated serially where the tolerance is not met.
         storage: "all" if the forward solve keeps all arrays that the adjoint needs.
         at_once: number of layers that a worker evaluates at once, or "auto".
         exact: whether the states are those of serial propagation, for all settings.
+        compares_changes: whether ``rtol`` is compared with changes of the states, as residuals add up along the chain.
+        recovers: whether iterations continue after a state that is not finite.
+        errors_fall_fast: whether errors fall like ``(L T)^s / s!``, so that two of them foretell the last one.
     """
 
     rtol: float | jax.Array | None = None
@@ -98,6 +93,9 @@ class Solver(CoarseStep):
     storage: str = "states"
     at_once: int | float | str = "auto"
     exact: bool = False
+    compares_changes: bool = False
+    recovers: bool = False
+    errors_fall_fast: bool = False
 
     @property
     @abc.abstractmethod
@@ -108,11 +106,11 @@ class Solver(CoarseStep):
         """Return the start of the iterations: by default the guess, or ``y0`` at every C-point."""
         return Start(constant(levels[0], guess))
 
-    def improve(self, levels: Sequence[Level], state: PyTree) -> tuple[PyTree, Scalar]:
+    def improve(self, levels: Sequence[Level], state: PyTree) -> tuple[PyTree, Residual]:
         """Make one iteration on the levels from `discretize`, finest first, from a state like that of `init`.
 
-        It returns the new state, and this worker's sum of squared residuals (`multigrid.sum_of_squares`) before they were
-        corrected. By default states are C-points of ``levels[0]``, leaves ``(intervals, ...)``.
+        It returns the new state, and this worker's residuals before they were corrected, by `multigrid.measure`. By default
+        states are C-points of ``levels[0]``, leaves ``(intervals, ...)``.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has iterations, and needs a method `improve` that makes one."
@@ -121,6 +119,11 @@ class Solver(CoarseStep):
     def c_points(self, levels: Sequence[Level], state: PyTree) -> CPoints:
         """Return the C-points that a state holds; by default the state itself."""
         return state
+
+    def compared(self, levels: Sequence[Level], state: PyTree) -> tuple[Points, State]:
+        """Return the states whose changes are compared with ``rtol``, and the one that leaves this worker."""
+        u = self.c_points(levels, state)
+        return u, levels[0].edge(u)
 
     def finish(
         self, levels: Sequence[Level], u: CPoints, advance: Advance | None
@@ -251,9 +254,9 @@ class Progress(NamedTuple):
 
     state: PyTree  # of the solver
     done: jax.Array  # number of iterations
-    norms: jax.Array  # of residuals
-    errors: jax.Array  # compared with the tolerance: residual norms, or relative errors from the solver's corrections
-    first: jax.Array  # size of the first correction, by leaves of the state
+    squares: jax.Array  # sums of squared residuals of this worker
+    errors: jax.Array  # compared with the tolerance: relative errors, or residual norms if there is only an ``atol``
+    first: jax.Array  # residuals of the first iteration, relative to the states
     met: jax.Array  # whether the tolerance is met
 
 
@@ -265,116 +268,92 @@ def iterate(
     The result in the stats does not say whether the states are finite.
     """
     fine = dataclasses.replace(levels[0], unit=unit_of(levels[0]))
-    levels, workers, dtype = (
-        (fine, *levels[1:]),
-        fine.workers,
-        _tree.real_dtype(fine.y0, at_least=jnp.float32),
-    )
-    state, spent, reported, first, recovers, corrections, series = solver.init(levels, guess)
+    levels, workers, y0 = (fine, *levels[1:]), fine.workers, fine.y0
+    dtype = _tree.real_dtype(y0, at_least=jnp.float32)
+    state, spent, reported = solver.init(levels, guess)
     taken, cycles = spent if reported is None else reported, solver.iterations - spent
-    # from rounding, for states about as large as y0
-    largest = fine.in_units(workers.total(fine.interval_span) * rounding_of(fine, fine.y0))
 
-    def stats(iterations: jax.Array | int, norms: jax.Array, met: jax.Array | bool) -> Stats:
+    def stats(iterations: jax.Array | int, norms: jax.Array, result: jax.Array | int) -> Stats:
         norms = jnp.concatenate([jnp.full((spent,), NOT_MEASURED, dtype), norms])
-        return Stats(
-            jnp.asarray(iterations, jnp.int32), norms, of_norms(norms, met, ROUNDING * largest)
-        )
+        return Stats(jnp.asarray(iterations, jnp.int32), norms, jnp.asarray(result, jnp.int32))
 
-    if cycles <= 0:
-        measured = stats(taken, jnp.zeros((0,), dtype), not solver.has_tolerance)
-        if not solver.fallback:
-            return solver.c_points(levels, state), measured
-        return march(fine), measured._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
+    if cycles <= 0:  # nothing is measured
+        none = jnp.zeros((0,), dtype)
+        if solver.fallback:
+            return march(fine), stats(taken, none, FELL_BACK)
+        code = NOT_CONVERGED if solver.has_tolerance else DONE
+        return solver.c_points(levels, state), stats(taken, none, code)
     if not solver.has_tolerance:
-        state, squares = lax.scan(
-            lambda state, _: solver.improve(levels, state), state, length=cycles
-        )
-        norms = fine.norm(squares).astype(dtype)  # once, not in every cycle
-        return solver.c_points(levels, state), stats(solver.iterations, norms, True)
 
-    most = largest_reference(fine).astype(dtype) if spent and first is None else jnp.inf
-    corrections = None if solver.rtol is None else corrections
+        def fixed(state: PyTree, _: None) -> tuple[PyTree, State]:
+            state, residual = solver.improve(levels, state)
+            return state, residual.squares
 
-    def limit(norms: jax.Array, least: jax.Array) -> jax.Array:
-        """The largest residual norm that meets a tolerance; no smaller one than rounding leaves."""
-        reference = jnp.minimum(norms[0] if first is None else first, most)
-        asked = jnp.asarray(-jnp.inf if solver.atol is None else solver.atol, dtype)
-        if solver.rtol is not None and corrections is None:
-            # a network that starts from zeros has no other measure of rounding
-            rtol, smallest = (
-                jnp.asarray(solver.rtol, dtype),
-                2 * max(map(eps_of, jax.tree.leaves(fine.y0))),
-            )
-            asked = jnp.maximum(
-                asked, jnp.where(rtol < 0, rtol, jnp.maximum(rtol, smallest)) * reference
-            )
-        return jnp.where(asked < 0, asked, jnp.maximum(asked, least))  # below zero: all iterations
+        state, squares = lax.scan(fixed, state, length=cycles)
+        totals = jax.vmap(lambda squares: Residual(squares).total)(squares)
+        # one message for all cycles
+        totals, grown = workers.sum((totals, growth(fine, squares)))
+        norms = fine.in_units(totals).astype(dtype)
+        result = of_norms(norms, grown > 0)
+        return solver.c_points(levels, state), stats(solver.iterations, norms, result)
+
+    def relative(before: PyTree, after: PyTree, residual: Residual) -> Scalar:
+        """The error that ``rtol`` is compared with."""
+        states = solver.compared(levels, after)
+        if solver.compares_changes:
+            found = changes(fine, solver.compared(levels, before), states)
+            if solver.recovers:  # what was set back has not changed, and is no solution
+                valid = jnp.isfinite(residual.total)
+                found = found._replace(
+                    change=jax.tree.map(lambda x: jnp.where(valid, x, jnp.inf), found.change)
+                )
+            return error_of_changes(y0, workers.max(found))
+        magnitudes = workers.max((residual.largest, largest(states[0])))
+        return error_of_residuals(y0, *magnitudes)
 
     def unfinished(at: Progress) -> jax.Array:
         last = at.errors[at.done - 1]
-        wanted = (
-            ~at.met if recovers and not solver.fallback else ~at.met & ~jnp.isnan(last)
-        )  # else a NaN ends it
+        wanted = ~at.met & (jnp.isfinite(last) | solver.recovers)
         if solver.fallback:
-            wanted &= ~hopeless(at.errors, at.done, solver.rtol if series and corrections else None)
+            series = solver.rtol if solver.errors_fall_fast else None
+            wanted &= ~hopeless(at.errors, at.done, series)
         return (at.done < cycles) & ((at.done == 0) | wanted)
 
     def body(at: Progress) -> Progress:
-        state, squares = solver.improve(levels, at.state)
-        if corrections is not None:
-            parts = corrections(at.state, state)
-        else:
-            before, after = (solver.c_points(levels, u) for u in (at.state, state))
-            parts = jnp.stack(
-                [changed_unseen(fine, before, after)[0].astype(dtype), rounding_of(fine, after)]
-            )
-        summed = workers.sum(
-            jnp.concatenate([squares[None].astype(dtype), parts.reshape(-1).astype(dtype)])
-        )
-        norms = at.norms.at[at.done].set(fine.in_units(summed[0]))
-        met, last = jnp.asarray(False), norms[at.done]
-        if (
-            corrections is None or solver.atol is not None
-        ):  # else XLA drops residual norms that nobody reads
-            least = (
-                jnp.minimum(largest, fine.in_units(summed[2])) if corrections is None else largest
-            )
-            met = jnp.isfinite(last) & (last <= limit(norms, least))
-        if corrections is None:  # zero does not count where squares vanished
-            return Progress(
-                state, at.done + 1, norms, norms, at.first, met & ((last > 0) | (summed[1] == 0))
-            )
-        sizes = fine.in_units(summed[1:].reshape(parts.shape))
-        error, left, first = relative_error(
-            fine, sizes, at.done, at.first, at.errors, warm=guess is not None
-        )
-        errors = at.errors.at[at.done].set(error)
-        return Progress(
-            state,
-            at.done + 1,
-            norms,
-            errors,
-            first,
-            met | (left <= jnp.asarray(solver.rtol, dtype)),
-        )
+        state, residual = solver.improve(levels, at.state)
+        squares = at.squares.at[at.done].set(residual.total.astype(dtype))
+        first, met = at.first, jnp.asarray(False)
+        if solver.atol is not None:
+            error = fine.norm(residual).astype(dtype)
+            met = error <= jnp.asarray(solver.atol, dtype)
+        if solver.rtol is not None:
+            error, before = relative(at.state, state, residual), at.errors[at.done - 1]
+            if solver.compares_changes:
+                left = with_rate(error, jnp.where(at.done == 0, jnp.inf, before))
+            else:
+                first = jnp.where(at.done == 0, error, first)
+                left = error = relative_to_first(error, first)
+            met |= left <= jnp.asarray(solver.rtol, dtype)
+        errors = at.errors.at[at.done].set(error.astype(dtype))
+        return Progress(state, at.done + 1, squares, errors, first.astype(dtype), met)
 
-    none, leaves = jnp.full((cycles,), NOT_MEASURED, dtype), len(jax.tree.leaves(fine.y0))
-    begin = jnp.int32(0), none, none, jnp.zeros((leaves,), dtype), jnp.asarray(False)
-    end = lax.while_loop(unfinished, body, Progress(state, *_tree.varying(begin, (state, fine.y0))))
+    none = jnp.zeros((cycles,), dtype)
+    nothing = jnp.int32(0), none, none, jnp.zeros((), dtype), jnp.asarray(False)
+    begin = Progress(state, *_tree.varying(nothing, (state, y0)))
+    end = body(begin) if cycles == 1 else lax.while_loop(unfinished, body, begin)
     u, met = solver.c_points(levels, end.state), end.met
     if solver.fallback:
-        if corrections is None:
-            last = end.norms[end.done - 1]
-            least = jnp.minimum(largest, fine.in_units(workers.sum(rounding_of(fine, u))))
-            met |= (last > 0) & (last <= ROUNDING * least)
         # a loop of at most one turn: under vmap a cond would always propagate serially
         u, _ = lax.while_loop(
             lambda carry: ~carry[1],
             lambda _: (march(fine), _tree.varying(jnp.asarray(True), met)),
             (u, met),
         )
-    measured = stats(end.done + taken, end.norms, met)
-    if solver.fallback:
-        measured = measured._replace(result=jnp.where(met, DONE, FELL_BACK).astype(jnp.int32))
-    return u, measured
+        missed = jnp.asarray(FELL_BACK)
+    else:
+        finite = jnp.isfinite(end.errors[end.done - 1])
+        missed = jnp.where(finite, NOT_CONVERGED, NON_FINITE)
+    measured = jnp.arange(cycles, dtype=jnp.int32) < end.done
+    norms = fine.in_units(workers.sum(end.squares))
+    norms = jnp.where(measured, norms, NOT_MEASURED).astype(dtype)
+    return u, stats(end.done + taken, norms, jnp.where(met, DONE, missed))

@@ -14,9 +14,8 @@ from lp_jax._arrays._at_once import batched, chunk, in_chunks
 from lp_jax._arrays._check import register
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
 from lp_jax._levels._chain import Chain
-from lp_jax._levels._level import Level, sum_of_squares
+from lp_jax._levels._level import Level, Residual, measure, squares_of
 from lp_jax._levels._sweep import single, sweep
-from lp_jax._levels._tolerance import measure_corrections
 from lp_jax._solvers._coarse_step import Coarse
 from lp_jax._solvers._solver import Solver, Start, constant, require_fixed_effort
 
@@ -38,9 +37,7 @@ def begin(level: Level, points: Points | None) -> Swept:
     """Start at the states that leave the layers, or at ``y0`` everywhere."""
     if points is None:
         return Swept(constant(level, None), level.y0)
-    edge = 0 if level.reverse else -1
-    last = jax.tree.map(lambda x, y: x[edge] if x.shape[0] else y, points, level.y0)
-    return Swept(level.incoming(points), last)
+    return Swept(level.incoming(points), level.edge(points))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +50,7 @@ class Sweeps(Solver):
     fallback: bool = False
     storage: str = "all"
     at_once: int | float | str = "auto"
+    compares_changes = True
 
     def __post_init__(self) -> None:
         if self.sweeps == 0:
@@ -68,17 +66,20 @@ class Sweeps(Solver):
     def iterations(self) -> int:
         return self.sweeps
 
-    def improve(self, levels: Sequence[Level], state: Swept) -> tuple[Swept, Scalar]:
+    def improve(self, levels: Sequence[Level], state: Swept) -> tuple[Swept, Residual]:
         level = levels[0]
         if chunk(level.steps, level.at_once) < level.steps:
             return _by_chunks(level, state)
         stepped, _ = sweep(level, state.entering)
         increments = _tree.sub(stepped, state.entering)
         swept = Swept(*level.workers.prefix_sums(increments, level.y0, reverse=level.reverse))
-        return swept, sum_of_squares(level, _tree.sub(stepped, state.points(level)))
+        return swept, measure(level, _tree.sub(stepped, state.points(level)))
 
     def c_points(self, levels: Sequence[Level], state: Swept) -> CPoints:
         return state.points(levels[0])
+
+    def compared(self, levels: Sequence[Level], state: Swept) -> tuple[Points, State]:
+        return state.entering, state.last
 
     def finish(
         self, levels: Sequence[Level], u: CPoints, advance: Advance | None
@@ -103,9 +104,11 @@ class Picard(Sweeps):
 
     Args:
         sweeps: number of sweeps; with a tolerance their maximum.
-        rtol: stop when the last sweep has changed all states by at most this times what the first one did (in each leaf, the
-            first that changed it), or times the states where these are smaller, and the state that leaves the chain by at most
-            this times itself. A residual can be small where the error is large; a change adds the residuals up.
+        rtol: stop when the last sweep has changed the states by at most this times their size, or times their distance to
+            ``y0`` where that is smaller, and the state that leaves the chain by at most this times itself. Each component of
+            the state is compared with its own size, the largest at any layer, so that units do not matter; what counts is the
+            root of the mean square over the components of a leaf. A residual can be small where the error is large; a change
+            adds the residuals up.
         atol: stop when the residual norm is at most this.
         fallback: propagate the layers serially if the tolerance is not met. Sweeps that diverge or stall are given up at once,
             and those whose first two changes show that the others will miss the tolerance.
@@ -131,14 +134,14 @@ class Picard(Sweeps):
     """
 
     around: str = "start"
+    errors_fall_fast = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check.one_of("around", self.around, ("start", "trajectory"))
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
-        corrections = functools.partial(measure_corrections, levels[0])
-        return Start(begin(levels[0], guess), corrections=corrections, series=True)
+        return Start(begin(levels[0], guess))
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         require_fixed_effort(self)
@@ -158,7 +161,7 @@ class Windowed(Sweeps):
     Args:
         windows: number W of windows.
         sweeps: number of sweeps over each window, the last one over all layers included.
-        rtol: the residual norm of the last sweep is to be at most this times that of the first sweeps over all windows.
+        rtol: the last sweep is to change the states by at most this times their size, as in `Picard`.
         atol: the residual norm of the last sweep is to be at most this.
         fallback: propagate the layers serially if the tolerance is not met.
         storage, at_once: as in `Picard`.
@@ -202,35 +205,26 @@ class Windowed(Sweeps):
                 f"coarsest must sweep over its whole level; got {self!r}. Take Picard(...)."
             )
 
-        def window(
-            u: State, operands: tuple[PyTree, PyTree]
-        ) -> tuple[State, tuple[State, tuple[Points, Scalar | None]]]:
-            inside, first = level.window(*operands, u), None
+        def window(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, tuple[State, Points]]:
+            inside = level.window(*operands, u)
             at = begin(inside, None)
 
             def again(_: int, at: Swept) -> Swept:
                 return self.improve((inside,), at)[0]
 
             if spent:
-                at, squares = self.improve((inside,), at)
-                first = squares if self.has_tolerance else None
-            if spent > 1:
                 unroll = spent <= _UNROLLED or level.workers.processor.loop_unroll(
-                    spent - 1, again, 0, at
+                    spent, again, 0, at
                 )
-                at = lax.fori_loop(1, spent, again, at, unroll=unroll)
-            return at.last, (at.last, (at.points(inside), first))
+                at = lax.fori_loop(0, spent, again, at, unroll=unroll)
+            return at.last, (at.last, at.points(inside))
 
-        def run(y0: State, _: PyTree = None, /) -> tuple[CPoints, tuple[Points, Scalar | None]]:
+        def run(y0: State, _: PyTree = None, /) -> tuple[CPoints, Points]:
             return lax.scan(window, y0, windows, reverse=level.reverse)[1]
 
         windows = _tree.split((level.xs, level.rhs), self.unit(level.workers.total(level.span)))
-        _, (points, first) = level.workers.relay(run, level.y0, reverse=level.reverse)
-        return Start(
-            begin(level, _tree.merge(points)),
-            spent,
-            first=None if first is None else level.norm(jnp.sum(first)),
-        )
+        _, points = level.workers.relay(run, level.y0, reverse=level.reverse)
+        return Start(begin(level, _tree.merge(points)), spent)
 
 
 _UNROLLED = 5  # most sweeps over a window that are not a loop
@@ -270,15 +264,18 @@ class Secant(Sweeps):
         slope = _tree.varying(
             jnp.zeros((), _tree.real_dtype(swept.last, at_least=jnp.float32)), swept
         )
-        swept = swept._replace(change=_tree.zeros_like(swept.entering), slope=slope)
-        return Start(swept, corrections=functools.partial(measure_corrections, levels[0]))
+        return Start(swept._replace(change=_tree.zeros_like(swept.entering), slope=slope))
 
-    def improve(self, levels: Sequence[Level], state: Swept) -> tuple[Swept, Scalar]:
+    def improve(self, levels: Sequence[Level], state: Swept) -> tuple[Swept, Residual]:
         level, workers, (u, _, change, slope) = levels[0], levels[0].workers, state
+        assert slope is not None
         stepped, _ = sweep(level, u)
         residuals = _tree.sub(stepped, state.points(level))
-        # Phi(u) - Phi(u - d) is (1 + slope) d plus the residuals
-        along, squared = workers.sum((_tree.inner(residuals, change), _tree.inner(change, change)))
+        # Phi(u) - Phi(u - d) is (1 + slope) d plus the residuals. Squares of each component are
+        # weighed by those of its states, so that the slope does not depend on units
+        pairs = (residuals, change), (change, change), (u, u)
+        *products, sizes = workers.sum([_tree.inner_by_component(*pair) for pair in pairs])
+        along, squared = (_in_sizes(product, sizes) for product in products)
         slope = jnp.clip(slope + along / jnp.where(squared > 0, squared, 1), -1, 0)
         slope = jnp.where(jnp.isfinite(slope), slope, 0)
         factor = 1 + slope
@@ -298,7 +295,7 @@ class Secant(Sweeps):
             )
             entering = jax.tree.map(lambda x: x[jnp.minimum(number, end)], entering)
             change = _tree.where_rows(number < end, change)
-        return Swept(entering, last, change, slope), sum_of_squares(level, residuals)
+        return Swept(entering, last, change, slope), measure(level, residuals)
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         raise ValueError(
@@ -306,7 +303,13 @@ class Secant(Sweeps):
         )
 
 
-def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
+def _in_sizes(products: State, sizes: State) -> Scalar:
+    """Sum of the components' products, each in parts of the component's size."""
+    parts = jax.tree.map(lambda x, s: jnp.sum(x / jnp.where(s > 0, s, jnp.inf)), products, sizes)
+    return jax.tree.reduce(jnp.add, parts)
+
+
+def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Residual]:
     """`Sweeps.improve` over ``level.at_once`` layers at a time.
 
     It adds up increments and squares residuals on the way: the states of all layers pass through memory once, not four
@@ -321,9 +324,8 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
     ) -> jax.Array:
         """Squares of the state after each layer's predecessor, minus the state that enters the layer."""
         left = _tree.push(stepped, before, reverse=level.reverse)
-        size = jnp.abs(left - entering).astype(dtype)
-        squares = jnp.square(size if level.unit is None else size * (1 / level.unit).astype(dtype))
-        return total + _tree.pad_zeros(squares, len(total) - len(left))
+        new = squares_of(level, left - entering)
+        return total + _tree.pad_zeros(new, len(total) - len(left))
 
     def layers(
         carry: tuple[State, State, State], operands: tuple[State, PyTree]
@@ -346,8 +348,9 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
     (total, squares, stepped), entering = in_chunks(
         layers, carry, operands, size, reverse=level.reverse
     )
-    summed = jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, squares))
-    summed += sum_of_squares(level, _tree.sub(stepped, u.last)).astype(dtype)
+    summed = jax.tree.map(
+        lambda x, y: jnp.sum(x, axis=0) + y, squares, squares_of(level, _tree.sub(stepped, u.last))
+    )
     if not first:
         before = _tree.add(
             _tree.wide(level.y0), level.workers.exclusive_scan(total, reverse=level.reverse)
@@ -356,7 +359,7 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Scalar]:
             jax.tree.map(lambda x, y: x + y[None], _tree.wide(entering), before), entering
         )
         total = _tree.add(total, before)
-    return Swept(entering, _tree.narrow(total, level.y0)), summed
+    return Swept(entering, _tree.narrow(total, level.y0)), Residual(summed)
 
 
 def _sweep_interval(

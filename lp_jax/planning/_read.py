@@ -113,6 +113,9 @@ class _Counted(Workers):
     def sum(self, tree: PyTree) -> PyTree:
         return _mark(tree, _REDUCTION)
 
+    def max(self, tree: PyTree) -> PyTree:
+        return _mark(tree, _REDUCTION)
+
     def gather(self, tree: PyTree, span: int) -> PyTree:
         return jax.tree.map(lambda x: jnp.concatenate([x] * self.active), _mark(tree, _REDUCTION))
 

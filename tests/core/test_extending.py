@@ -159,7 +159,7 @@ def test_what_is_registered_for_a_solver_is_taken(page):
         def improve(self, levels, state):
             relaxed = lp_jax.multigrid.c_relax(levels[0], state["states"])
             change = jax.tree.map(jnp.subtract, relaxed, state["states"])
-            return {"states": relaxed}, lp_jax.multigrid.sum_of_squares(levels[0], change)
+            return {"states": relaxed}, lp_jax.multigrid.measure(levels[0], change)
 
         def c_points(self, levels, state):
             return state["states"]

@@ -54,9 +54,9 @@ def history(solver, step, params, y0, guess, coarse, t1, data=None, *, cycles, w
         )
 
     def body(u, cycle):
-        improved, squares = solver.improve(levels, u)
+        improved, residual = solver.improve(levels, u)
         spent = coarse & (cycle < first.spent)
-        u, norm = jnp.where(spent, u, improved), jnp.where(spent, -1.0, jnp.sqrt(squares))
+        u, norm = jnp.where(spent, u, improved), jnp.where(spent, -1.0, levels[0].norm(residual))
         return u, (norm, *watch(solver, levels, u))
 
     return jax.lax.scan(body, jnp.where(coarse, first.state, from_guess.state), jnp.arange(cycles))[

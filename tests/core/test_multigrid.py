@@ -32,7 +32,7 @@ def two_grid(levels, u):
     fine, coarse = levels
     r, v = mg.residual(fine, u), mg.restrict(fine, u)
     coarse = coarse.with_rhs(mg.coarse_rhs(coarse, v, mg.restrict(fine, r)))
-    return mg.correct(fine, u, mg.march(coarse), v), mg.sum_of_squares(fine, r)
+    return mg.correct(fine, u, mg.march(coarse), v), mg.measure(fine, r)
 
 
 def solved(solver, comm=None, batch=False):
@@ -91,8 +91,8 @@ def test_cycles_by_hand_under_shard_map():
     def cycles(params, u, y0, comm):
         levels = mg.hierarchy(problem(params, comm).replace(y0=y0), TWO)
         for _ in range(2):
-            u, squares = two_grid(levels, u)
-        return mg.f_relax(levels[0], u), levels[0].norm(squares)
+            u, residual = two_grid(levels, u)
+        return mg.f_relax(levels[0], u), levels[0].norm(residual)
 
     def gradient(sequential):
         run = functools.partial(cycles, comm=None)

@@ -79,14 +79,18 @@ def decaying(layers=N, t1=8.0):
 
 
 def by_hand(step, y0, layers, sweeps):
-    """Secant sweeps in NumPy, straight from the formulas: differences of states and of stepped states, and a loop."""
+    """Secant sweeps in NumPy, straight from the formulas: differences of states and of stepped states, and a loop.
+
+    Each number of a state is measured by the root of its squares over the layers.
+    """
     u = np.stack([y0] * (layers + 1))  # u[n] enters layer n; the last one leaves
     slope, before = 0.0, None
     for _ in range(sweeps):
         stepped = np.stack([step(n, u[n]) for n in range(layers)])
         if before is not None:
             d, answer = u[:-1] - before[0], stepped - before[1]
-            slope = float(np.clip(np.sum((answer - d) * d) / np.sum(d * d), -1, 0))
+            size = np.sum(u[:-1] ** 2, axis=0)
+            slope = float(np.clip(np.sum((answer - d) * d / size) / np.sum(d * d / size), -1, 0))
         before = u[:-1], stepped
         new = [u[0]]
         for n in range(layers):

@@ -21,6 +21,6 @@ class Relaxation(lp_jax.Solver):
 
     def improve(self, levels, u):
         relaxed = lp_jax.multigrid.c_relax(levels[0], u)
-        return relaxed, lp_jax.multigrid.sum_of_squares(
+        return relaxed, lp_jax.multigrid.measure(
             levels[0], jax.tree.map(lambda a, b: a - b, relaxed, u)
         )
