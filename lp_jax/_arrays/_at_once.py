@@ -30,6 +30,7 @@ class Footprint(NamedTuple):
     numbers: float = 0.0  # that its other operations compute; a convolution counts its products
     kernels: int = 1  # its products and reductions, with those operations that fuse with them
     branches: float = 1.0  # work in a batch of layers relative to this, as a batch evaluates all branches of a switch
+    operations: int = 0  # of its program; the time to compile grows with them
 
 
 def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footprint:
@@ -44,15 +45,24 @@ def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footp
         flops, numbers, kernels = cost_of(program)
     except ValueError:  # a loop whose length is data
         return Footprint(nbytes, 0, math.inf, counted=False)
-    kernels = 1 + max(
-        1, kernels
-    )  # without products and reductions, too, some operations are not fused
+    # without products and reductions, too, some operations are not fused
+    kernels = 1 + max(1, kernels)
     counted, few = not opaque(program), has_few(program, terms, least=2)
-    switches = any(equation.primitive.name == "cond" for equation in walk(program.eqns))
+    operations = list(walk(program.eqns))
+    switches = any(equation.primitive.name == "cond" for equation in operations)
     branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches else 1.0
     one_row = has_few(program, 1) and not has_few(program, sys.maxsize, least=2)
     return Footprint(
-        nbytes, most_alive(program), flops, counted, few, one_row, numbers, kernels, branches
+        operands=nbytes,
+        working=most_alive(program),
+        flops=flops,
+        counted=counted,
+        few=few,
+        one_row=one_row,
+        numbers=numbers,
+        kernels=kernels,
+        branches=branches,
+        operations=len(operations),
     )
 
 

@@ -13,20 +13,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, Slices, State, Transfer
+from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Slices, State, Transfer
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level, Residual, largest
 from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, NOT_CONVERGED, of_norms
 from lp_jax._levels._sweep import march, sweep
 from lp_jax._levels._tolerance import (
+    Changes,
     changes,
     error_of_changes,
     error_of_residuals,
     growth,
     hopeless,
+    left_after,
     relative_to_first,
     unit_of,
-    with_rate,
 )
 from lp_jax._solvers._coarse_step import Coarse, CoarseStep
 
@@ -255,8 +256,9 @@ class Progress(NamedTuple):
     state: PyTree  # of the solver
     done: jax.Array  # number of iterations
     squares: jax.Array  # sums of squared residuals of this worker
-    errors: jax.Array  # compared with the tolerance: relative errors, or residual norms if there is only an ``atol``
-    first: jax.Array  # residuals of the first iteration, relative to the states
+    errors: jax.Array  # changes or residuals in sizes of the first iteration; residual norms if there is only an ``atol``
+    goal: jax.Array  # the tolerance in the units of ``errors``
+    first: State  # size of each component in the first iteration
     met: jax.Array  # whether the tolerance is met
 
 
@@ -297,48 +299,49 @@ def iterate(
         result = of_norms(norms, grown > 0)
         return solver.c_points(levels, state), stats(solver.iterations, norms, result)
 
-    def relative(before: PyTree, after: PyTree, residual: Residual) -> Scalar:
-        """The error that ``rtol`` is compared with."""
+    def compared(
+        before: PyTree, after: PyTree, residual: Residual
+    ) -> Changes | tuple[State, State]:
+        """Largest changes, or residuals, of all workers, and the sizes of their states."""
         states = solver.compared(levels, after)
-        if solver.compares_changes:
-            found = changes(fine, solver.compared(levels, before), states)
-            if solver.recovers:  # what was set back has not changed, and is no solution
-                valid = jnp.isfinite(residual.total)
-                found = found._replace(
-                    change=jax.tree.map(lambda x: jnp.where(valid, x, jnp.inf), found.change)
-                )
-            return error_of_changes(y0, workers.max(found))
-        magnitudes = workers.max((residual.largest, largest(states[0])))
-        return error_of_residuals(y0, *magnitudes)
+        if not solver.compares_changes:
+            return workers.max((residual.largest, largest(states[0])))
+        found = changes(fine, solver.compared(levels, before), states)
+        if solver.recovers:  # what was set back has not changed, and is no solution
+            finite = jnp.isfinite(residual.total)
+            kept = jax.tree.map(lambda x: jnp.where(finite, x, jnp.inf), found.change)
+            found = found._replace(change=kept)
+        return workers.max(found)
 
     def unfinished(at: Progress) -> jax.Array:
-        last = at.errors[at.done - 1]
-        wanted = ~at.met & (jnp.isfinite(last) | solver.recovers)
+        wanted = ~at.met & (jnp.isfinite(at.errors[at.done - 1]) | solver.recovers)
         if solver.fallback:
-            series = solver.rtol if solver.errors_fall_fast else None
-            wanted &= ~hopeless(at.errors, at.done, series)
+            wanted &= ~hopeless(at.errors, at.done, at.goal if solver.errors_fall_fast else None)
         return (at.done < cycles) & ((at.done == 0) | wanted)
 
     def body(at: Progress) -> Progress:
         state, residual = solver.improve(levels, at.state)
         squares = at.squares.at[at.done].set(residual.total.astype(dtype))
-        first, met = at.first, jnp.asarray(False)
+        met, goal, first, errors = jnp.asarray(False), at.goal, at.first, at.errors
         if solver.atol is not None:
-            error = fine.norm(residual).astype(dtype)
-            met = error <= jnp.asarray(solver.atol, dtype)
+            norm, atol = fine.norm(residual).astype(dtype), jnp.asarray(solver.atol, dtype)
+            met, goal, errors = norm <= atol, atol, errors.at[at.done].set(norm)
         if solver.rtol is not None:
-            error, before = relative(at.state, state, residual), at.errors[at.done - 1]
-            if solver.compares_changes:
-                left = with_rate(error, jnp.where(at.done == 0, jnp.inf, before))
+            found, rtol = compared(at.state, state, residual), jnp.asarray(solver.rtol, dtype)
+            first = _tree.where(at.done == 0, found[1], first)
+            last = error_of_residuals(y0, found[0], first).astype(dtype)
+            errors = errors.at[at.done].set(last)
+            if isinstance(found, Changes):
+                error = error_of_changes(y0, found).astype(dtype)
+                left = left_after(error, errors, at.done)
             else:
-                first = jnp.where(at.done == 0, error, first)
-                left = error = relative_to_first(error, first)
-            met |= left <= jnp.asarray(solver.rtol, dtype)
-        errors = at.errors.at[at.done].set(error.astype(dtype))
-        return Progress(state, at.done + 1, squares, errors, first.astype(dtype), met)
+                error = error_of_residuals(y0, *found).astype(dtype)
+                left = error = relative_to_first(error, errors[0])
+            met, goal = met | (left <= rtol), rtol * jnp.minimum(1, last / error)
+        return Progress(state, at.done + 1, squares, errors, goal, first, met)
 
-    none = jnp.zeros((cycles,), dtype)
-    nothing = jnp.int32(0), none, none, jnp.zeros((), dtype), jnp.asarray(False)
+    none, zero = jnp.zeros((cycles,), dtype), jnp.zeros((), dtype)
+    nothing = jnp.int32(0), none, none, zero, jax.tree.map(jnp.abs, y0), jnp.asarray(False)
     begin = Progress(state, *_tree.varying(nothing, (state, y0)))
     end = body(begin) if cycles == 1 else lax.while_loop(unfinished, body, begin)
     u, met = solver.c_points(levels, end.state), end.met

@@ -124,7 +124,7 @@ def test_metres_seconds_and_kelvin_in_one_array(solver):
     found = jax.jit(lp_jax.value_and_grad(lambda *given: loss(*given, solver), (0, 1)))(*given)
     assert {int(found[2].forward), int(found[2].adjoint)} <= {DONE, FELL_BACK}
     for got, wanted in zip(found[1], exact, strict=True):
-        assert relative_error(got, wanted) < 5e-3
+        assert relative_error(got, wanted) < 2e-2
 
 
 @pytest.mark.usefixtures("as_users_run_it")
