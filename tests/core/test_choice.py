@@ -88,6 +88,24 @@ def nearly_shut(bias, layers=300, width=8):
     return body, normal(4, 4, width), normal(1, layers, 4, 8)
 
 
+def kalman(steps=100):
+    """A filter: log-likelihood, mean and covariance in the carry, and linear systems in the step."""
+    moves, seen = jnp.eye(4) + 0.1 * jnp.eye(4, k=2), jnp.eye(2, 4)
+
+    def body(carry, y):
+        likelihood, mean, covariance = carry
+        mean = moves @ mean
+        covariance = moves @ covariance @ moves.T + 0.01 * jnp.eye(4)
+        noise = seen @ covariance @ seen.T + 0.25 * jnp.eye(2)
+        gain, r = jnp.linalg.solve(noise, seen @ covariance).T, y - seen @ mean
+        likelihood = likelihood - 0.5 * (
+            r @ jnp.linalg.solve(noise, r) + jnp.linalg.slogdet(noise)[1]
+        )
+        return (likelihood, mean + gain @ r, covariance - gain @ noise @ gain.T), None
+
+    return body, (jnp.zeros(()), jnp.zeros(4), 10 * jnp.eye(4)), jnp.zeros((steps, 2))
+
+
 def chosen(network, device=CPU):
     body, init, xs = network
     with planning.assume(device):
@@ -100,6 +118,8 @@ ORDINARY = {
     "attention": attention(64, 24, 2),
     "gru": gru(24, 300, 16),
     "average": average(0.01),
+    # its step is long to compile in the many copies that sweeps hold, and the first ones make covariances that no filter has
+    "filter": kalman(),
 }
 
 

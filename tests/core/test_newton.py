@@ -13,7 +13,7 @@ from problems import dense_params, dense_state, dense_step, relative_error, seri
 import lp_jax
 from lp_jax._arrays._at_once import ACCELERATOR, CPU
 from lp_jax._comms._workers import Local
-from lp_jax._levels._result import DONE, NON_FINITE
+from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, NOT_CONVERGED
 from lp_jax._solvers import _affine
 from lp_jax._solvers._jacobians import Blocks, Full, Shared
 
@@ -513,3 +513,72 @@ def test_an_adjoint_that_decays_is_solved_to_the_rounding_of_bfloat16():
     serial, iterated = (gradient(each, jnp.bfloat16) for each in (lp_jax.Serial(), newton))
     error = [np.linalg.norm(found - exact) / np.linalg.norm(exact) for found in (serial, iterated)]
     assert error[1] < 1.5 * error[0] < 3e-2
+
+
+@pytest.mark.parametrize("how", ["gather", "sort", "cumsum"])
+def test_an_adjoint_is_measured_where_a_program_does_not_show_that_examples_stay_apart(how):
+    """With a tolerance it falls back; without one it is refused, as is a step whose program shows that it combines them."""
+
+    def step(y, layer):
+        mixed = {
+            "gather": lambda y: y[jnp.array([1, 0, 3, 2])],
+            "sort": lambda y: jnp.sort(y, axis=0),
+            "cumsum": lambda y: jnp.cumsum(y, axis=0) / 3,
+        }[how](y)
+        return 0.5 * jnp.tanh(y @ layer.params) + 0.4 * mixed
+
+    weights, y0 = dense_params(16, 3)[0], dense_state(4, 3)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(weights, solver):
+        def loss(weights):
+            return jnp.mean(lp_jax.solve(step, weights, y0, solver=solver).y1[0] ** 2)
+
+        return lp_jax.value_and_grad(loss)(weights)
+
+    fixed = lp_jax.Newton(iterations=16, batch_axes=1)
+    with pytest.raises(ValueError, match="batch_axes=0"):
+        run(weights, fixed)
+    solver = dataclasses.replace(fixed, rtol=1e-5, fallback=True)
+    if how == "cumsum":
+        with pytest.raises(ValueError, match="combines entries"):
+            run(weights, solver)
+        return
+    exact, (_, gradient, results) = run(weights, lp_jax.Serial())[1], run(weights, solver)
+    assert int(results.adjoint) == FELL_BACK
+    assert relative_error(gradient, exact) < 1e-4
+    told = run(weights, dataclasses.replace(solver, fallback=False))[2]
+    assert int(told.adjoint) == NOT_CONVERGED
+
+
+@pytest.mark.usefixtures("as_users_run_it")
+def test_a_packed_gru_that_overflows_is_not_done():
+    """Large recurrent weights and resets: iterations leave states of 1e14 and more, which look like no change."""
+    units, keys = 16, jax.random.split(jax.random.key(0), 4)
+    weights = (
+        jax.random.normal(keys[0], (units, 3 * units)) / 4,
+        jax.random.normal(keys[1], (units, 3 * units)) / 4,
+    )
+    data = (
+        jax.random.normal(keys[2], (4096, 4, units))[:512],
+        jax.random.bernoulli(keys[3], 0.005, (4096, 4))[:512],
+    )
+
+    def body(weights, h, at):
+        x, starts = at
+        a, b = x @ weights[0], jnp.where(starts[:, None], 0.0, h) @ weights[1]
+        r, z, _ = jnp.split(jax.nn.sigmoid(a + b), 3, axis=-1)
+        candidate = jnp.tanh(a[..., 2 * units :] + r * b[..., 2 * units :])
+        h = (1 - z) * candidate + z * jnp.where(starts[:, None], 0.0, h)
+        return h, h
+
+    def loss(weights, scan):
+        start = jnp.zeros((4, units))
+        return jnp.mean(scan(functools.partial(body, weights), start, data)[1] ** 2)
+
+    solver = lp_jax.Newton(iterations=10, relaxations=16, batch_axes=1, rtol=1e-3, fallback=True)
+    solved = jax.jit(lambda w: loss(w, functools.partial(lp_jax.scan, solver=solver)))
+    exact = jax.jit(lambda w: loss(w, jax.lax.scan))
+    for gain in np.linspace(4, 8, 17):
+        scaled = weights[0], gain * weights[1]
+        np.testing.assert_allclose(solved(scaled), exact(scaled), rtol=5e-2)
