@@ -19,6 +19,7 @@ from lp_jax._levels._level import Level, largest
 _LOST = 1e-2  # of a state: largest rounding error
 _ROUNDING = 10  # times that of a state: smaller residuals may go up and down
 _GROWN = 12  # times the first error: sweeps that converge stay below 11 on the way, others pass 12
+_NOISE = 32  # times the rounding of the norm: smaller changes may go up and down
 _FASTEST = (
     0.3  # rate by which a change is trusted to shrink in the next iteration, even if it fell faster
 )
@@ -133,10 +134,11 @@ def relative_to_first(error: Scalar, first: Scalar) -> Scalar:
 def left_after(error: Scalar, errors: jax.Array, k: jax.Array) -> Scalar:
     """The error that is left after the k-th change: changes that shrink by the last rate are a geometric series.
 
-    The first change is taken as the error, as if each one were half of the one before.
+    The first change is taken as the error, as if each one were half of the one before. Changes near rounding have no rate.
     """
     rate = jnp.where(k == 0, 0.5, jnp.maximum(errors[k] / errors[k - 1], _FASTEST))
-    return jnp.where(rate < 1, error * rate / (1 - rate), jnp.inf)
+    left = jnp.where(rate < 1, error * rate / (1 - rate), jnp.inf)
+    return jnp.where(error <= _NOISE * eps_of(error), error, left)
 
 
 def growth(level: Level, squares: State) -> Scalar:
