@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src import effects
+from jax._src.interpreters import partial_eval
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
 from lp_jax._comms import _together, _wire
 from lp_jax._comms._comm import Comm, Unit, common_unit
-from lp_jax._comms._workers import SEQUENTIAL, Local, Run, Workers
+from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Run, Workers
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -74,6 +76,7 @@ class MPIComm(Comm):
             )
         if self.size > 1:
             _abort_on_uncaught()
+            _allow_in_checkpoint()
         _ = self._duplicates  # made by all ranks together
 
     @property
@@ -271,11 +274,37 @@ def _runs(total: int, workers: int, unit: int) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
 
 
+class _Nothing:
+    """Holds `_wire.nothing_of` the arrays of a solve. Compared by identity, so that `OnRanks` stays hashable."""
+
+    def __init__(self, operands: PyTree) -> None:
+        self.array = _wire.nothing_of(operands)
+
+
 @dataclasses.dataclass(frozen=True)
 class OnRanks(Workers):
-    """The ranks of a communicator, seen from this one."""
+    """The ranks of a communicator, seen from this one.
+
+    Each rank traces a program of its own, and one without layers computes nothing that would be batched under `jax.vmap`. So
+    within a solve all messages, and what it returns, are batched on every rank where any of its arrays is.
+    """
 
     comm: MPIComm
+    nothing: _Nothing | None = None
+
+    def for_operands(self, operands: PyTree) -> "OnRanks":
+        return dataclasses.replace(self, nothing=_Nothing(operands))
+
+    def map(self, body: Body) -> Body:
+        def alike(stacked: Stacked, common: PyTree) -> tuple[Stacked, PyTree]:
+            out, everywhere = body(stacked, common)
+            return _wire.batched_like(out, _wire.nothing_of((stacked, common))), everywhere
+
+        return alike
+
+    def _alike(self, tree: PyTree) -> PyTree:
+        """The tree as a message."""
+        return tree if self.nothing is None else _wire.batched_like(tree, self.nothing.array)
 
     def index(self) -> int:
         return self.comm.rank
@@ -296,7 +325,7 @@ class OnRanks(Workers):
         return _wire.zeros_after(received) if source is None else received
 
     def sum(self, tree: PyTree) -> PyTree:
-        return self.comm.sum(tree)
+        return self.comm.sum(self._alike(tree))
 
     def gather(self, tree: PyTree, span: int) -> PyTree:
         _, mpi4jax = _modules()
@@ -309,14 +338,17 @@ class OnRanks(Workers):
                 jnp.asarray(rows)
             ]
 
-        return _wire.apply_packed(tree, everyone, listed=True)
+        return _wire.apply_packed(self._alike(tree), everyone, listed=True)
 
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
         rank, first, by = self.comm.rank, self.first(reverse), -1 if reverse else 1
         if rank >= self.active:
             return _tree.zeros_like(jax.eval_shape(run, y0))
-        turn = by * (rank - first)
-        out = run(y0 if turn == 0 else self._exchange(y0, rank - by, None))
+        turn, entered = by * (rank - first), y0
+        if turn:  # what is received depends on what the sender has from its ``run``, or JAX may take it out of a loop
+            own = _wire.nothing_of(jax.make_jaxpr(run)(y0).consts)
+            entered = self._exchange(_wire.batched_like(y0, own), rank - by, None)
+        out = run(entered)
         if turn < self.active - 1:
             sent = self._exchange(
                 jax.tree.map(lambda u: u[0 if reverse else -1], out[0]), None, rank + by
@@ -331,7 +363,7 @@ class OnRanks(Workers):
             return _tree.zeros_like(tree)
         ends = [mpi.PROC_NULL if rank is None else rank for rank in (source, dest)]
         return _wire.apply_packed(
-            tree, lambda x: mpi4jax.sendrecv(x, x, *ends, comm=self.comm._duplicates[0])
+            self._alike(tree), lambda x: mpi4jax.sendrecv(x, x, *ends, comm=self.comm._duplicates[0])
         )
 
 
@@ -352,6 +384,35 @@ def _modules() -> tuple[ModuleType, ModuleType]:
             "pip install --force-reinstall --no-cache-dir --no-deps mpi4jax."
         ) from error
     return MPI, mpi4jax
+
+
+@functools.cache
+def _allow_in_checkpoint() -> None:
+    """Tell JAX that `jax.checkpoint` sends messages again when it computes again: all ranks do so, in the same order.
+
+    mpi4jax allows them in loops and custom derivatives only. By default JAX would keep what an effect returns, and cannot do so
+    in a loop of unknown length.
+    """
+    mpi, mpi4jax = _modules()
+
+    def messages(x: jax.Array) -> None:
+        comm = mpi.COMM_SELF
+        mpi4jax.allgather(mpi4jax.allreduce(x, op=mpi.SUM, comm=comm), comm=comm)
+        mpi4jax.sendrecv(x, x, 0, 0, comm=comm)
+
+    def again(_: object, unknown: list[bool], here: list[bool], eqn: Any) -> tuple[Any, ...]:
+        return (
+            None if any(unknown) else eqn,  # in the forward pass
+            eqn,  # in the backward pass
+            [any(unknown)],
+            [True],
+            [x for x, held in zip(eqn.invars, here, strict=True) if not held],
+        )
+
+    for eqn in jax.make_jaxpr(messages)(np.float32(0)).eqns:
+        partial_eval.partial_eval_jaxpr_custom_rules[eqn.primitive] = again
+        for effect in eqn.effects:
+            effects.remat_allowed_effects.add_type(type(effect))
 
 
 @functools.cache

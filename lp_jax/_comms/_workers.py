@@ -59,6 +59,13 @@ class Workers(abc.ABC):
         """Return ``body`` as a function that runs on every worker; override it where one caller stands for all of them."""
         return body
 
+    def for_operands(self, operands: PyTree) -> "Workers":
+        """Return these workers for one solve, of which these are all arrays; override it where programs send by themselves.
+
+        Workers that trace a program each hold different layers, or none, but `jax.vmap` must batch all messages alike.
+        """
+        return self
+
     @abc.abstractmethod
     def shift(self, tree: PyTree, by: int) -> PyTree:
         """Return the tree of the worker ``by`` places earlier in the row (one message); zeros where there is none."""
