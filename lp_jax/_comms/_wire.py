@@ -37,26 +37,12 @@ def _never(tree: PyTree) -> jax.Array:
     return bits * bits % 4 == 2
 
 
-def nothing_of(tree: PyTree) -> jax.Array:
-    """Return an array of no numbers that `jax.vmap` batches where it batches any array of the tree."""
-    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-    return jnp.concatenate(
-        [jnp.zeros(0, jnp.uint8), *(encode(x.reshape(-1)[:0], 0) for x in arrays)]
-    )
-
-
-def batched_like(tree: PyTree, nothing: jax.Array) -> PyTree:
-    """Return the tree, its arrays batched by `jax.vmap` where ``nothing`` is; XLA drops an operand of no numbers."""
-
-    def leaf(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x
-        rows = x if x.ndim else x[None]
-        none = jnp.zeros((0, *rows.shape[1:]), x.dtype)
-        none += nothing.astype(x.dtype).reshape(0, *[1] * (rows.ndim - 1))
-        return jnp.concatenate([rows, none]).reshape(x.shape)
-
-    return jax.tree.map(leaf, tree)
+def depend(tree: PyTree, others: PyTree) -> PyTree:
+    """Return the tree. JAX takes each of its arrays to depend on all ``others``; XLA drops that, a choice between equals."""
+    arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
+    none = [jnp.zeros(0, jnp.uint8), *(encode(x.reshape(-1)[:0], 0) for x in arrays)]
+    some = jnp.concatenate(none).any()
+    return jax.tree.map(lambda x: jnp.where(some, x, x), tree)
 
 
 def apply_by_dtype(tree: PyTree, f: Callable[[jax.Array], jax.Array]) -> PyTree:

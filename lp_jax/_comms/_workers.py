@@ -59,11 +59,8 @@ class Workers(abc.ABC):
         """Return ``body`` as a function that runs on every worker; override it where one caller stands for all of them."""
         return body
 
-    def for_operands(self, operands: PyTree) -> "Workers":
-        """Return these workers for one solve, of which these are all arrays; override it where programs send by themselves.
-
-        Workers that trace a program each hold different layers, or none, but `jax.vmap` must batch all messages alike.
-        """
+    def solving(self, arrays: PyTree) -> "Workers":
+        """Return these workers within a solve of these arrays; override it where each worker traces a program of its own."""
         return self
 
     @abc.abstractmethod

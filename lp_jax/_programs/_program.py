@@ -131,14 +131,13 @@ class Program:
 
     def chain(self, slices: Slices, y0: State, shared: PyTree, *others: PyTree) -> Chain:
         """The chain of these layers: all layers, or those of one worker; ``others`` are the other arrays of a solve."""
-        workers = self.workers.for_operands((slices, y0, shared, others))
-        padded = workers.padded
+        padded = self.workers.padded
         return Chain(
             traced=self.traced,
             slices=slices,
             y0=y0,
             shared=shared,
-            workers=workers,
+            workers=self.workers.solving((slices, y0, shared, others)),
             padded=padded,
         )
 
