@@ -522,7 +522,7 @@ def disagree(_=None):
             1, {"params": own["params"].astype(jnp.float32)}),
         r"what all layers share: y0, shared\[0\] is float64\[3\] on rank 0 and float64\[4\] on rank 1": (
             1, {"y0": jnp.ones(4)}),
-        r"the ranks passed \[7, 8\] layers, 15 in all; .* multiples of 2 .*like \[8, 7\].*lp_jax.layer_slices\(15, 2,": (
+        r"the ranks passed \[7, 8\] layers, 15 in all; .* multiples of 2, .*like \[8, 7\].*lp_jax.layer_slices\(15, 2,": (
             0, {"params": own["params"][1:]}),
         r"the ranks passed \[4, 8\] layers, 12 in all; wanted are 12, as even as can be": (
             0, {"params": own["params"][:4]}),
