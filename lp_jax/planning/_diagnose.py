@@ -263,7 +263,7 @@ def _numbers(problem: Problem) -> tuple[float, ...]:
 
         sizes = lax.scan(back, start, layers, reverse=True)[1]
         stays = sizes > _reset(sizes)
-        growth = jnp.sum(jnp.log(sizes), where=stays) / jnp.maximum(jnp.sum(stays), 1)
+        growth = jnp.mean(jnp.log(sizes), where=stays | ~jnp.any(stays))
         return jnp.sum(jax.vmap(norm, (0, 0, None))(*layers, start)), growth, jnp.sum(~stays)
 
     return tuple(map(float, along(arrays(problem))))

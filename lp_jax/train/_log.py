@@ -50,7 +50,7 @@ class Log:
             ) as file:  # closing it hands the line to the system
                 file.write(_line(row))
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: float) -> None:
         """Remove all rows after ``step``; a run that is resumed there writes them again. Those of earlier runs stay."""
         steps = [row["step"] for row in self.rows]
         begun = max((i for i in range(1, len(steps)) if steps[i] < steps[i - 1]), default=0)

@@ -151,8 +151,7 @@ def fit(
     log = Log() if log is None else log
     done = step = int(state.step)
     last, save_every = steps_per_epoch * epochs, checkpoint_every or steps_per_epoch
-    if done:
-        log.rewind(done)
+    log.rewind(done or math.inf)  # at step 0 it only drops an incomplete last line
 
     def batch_of(step: int) -> Batch:
         epoch, number = divmod(step - 1, steps_per_epoch)
