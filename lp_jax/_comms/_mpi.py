@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import effects
-from jax._src.interpreters import partial_eval
+from jax._src import effects  # mpi4jax registers its effect there, too
+from jax.interpreters import partial_eval
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
