@@ -21,6 +21,7 @@ from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs, _traced
 from lp_jax._scan import refuse_stretched, scan, scanned
+from lp_jax._solvers import _default
 from lp_jax._solvers._solver import Solver
 
 Where = Callable[
@@ -54,6 +55,7 @@ class Scan(NamedTuple):
     problem: Problem | None = None
     takes: str = ""
     seconds: float | None = None
+    scan_seconds: float = 0.0
 
 
 class Scans(tuple[Scan, ...]):
@@ -64,6 +66,10 @@ class Scans(tuple[Scan, ...]):
         for one in self:
             carry = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in one.carry)
             seconds = "" if one.seconds is None else f", {1e3 * one.seconds:.3g} ms predicted"
+            if one.seconds and one.scan_seconds > one.seconds:
+                assumed = " if {} sweeps forward and {} back are enough".format(*_default._TYPICAL)
+                seconds += assumed * one.takes.startswith("Picard")
+                seconds += f", {1e3 * one.scan_seconds:.3g} ms for the scan"
             back = ", from the end" if one.reverse else ""
             lines.append(
                 f"{one.source}: {one.length} steps{back}, carry {carry}: {one.takes}{seconds}"
@@ -128,7 +134,8 @@ def scans(f: Callable[..., PyTree], **options: Any) -> Callable[..., Scans]:
         A tuple that prints as a list. An entry has ``length``, ``reverse``, shapes of the ``carry``, ``flops`` of the products of
         a step, ``name`` (its scopes), ``source`` (file, line, function), ``problem`` for `plan`, `diagnose` and `gradient_error`
         (None if it cannot be solved; its arrays have values where those of ``f`` have, outside of loops), ``takes`` (what
-        `parallel` does) and ``seconds`` (predicted for value and gradient, where the default decides).
+        `parallel` does), ``seconds`` (predicted for value and gradient, where the default decides) and ``scan_seconds`` (those of
+        the scan). Of sweeps it assumes 5 forward and 3 in the adjoint; `planning.diagnose` counts those that a problem takes.
 
     Example:
         >>> import jax, jax.numpy as jnp, lp_jax
@@ -304,6 +311,8 @@ class _Rules:
             (taken, seconds), (program, _) = _traced.default(problem)
         except _REFUSED as error:
             return left(_first_line(error))
+        workers, layer = program.workers, program.traced.footprint
+        about = about._replace(scan_seconds=sum(workers.processor.serial(layer, workers.layers)))
         if (
             taken[0].exact and problem.comm.size == 1 and not program.workers.processor.launches
         ):  # there it is unrolled

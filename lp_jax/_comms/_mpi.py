@@ -5,7 +5,7 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src import effects  # mpi4jax registers its effect there, too
+from jax.interpreters import partial_eval
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
 from lp_jax._comms import _together, _wire
 from lp_jax._comms._comm import Comm, Unit, common_unit
-from lp_jax._comms._workers import SEQUENTIAL, Local, Run, Workers
+from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Run, Workers
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -32,14 +34,18 @@ class MPIComm(Comm):
     same ``y0`` and ``shared``; it gets the gradients of its own layers. ``y1`` and the gradients with respect to ``y0`` and
     ``shared`` are the same on every rank. Start the job with ``mpirun -n 4 python train.py``.
 
-    An uncaught exception ends the whole job, as does a rank that ends while others go on, after ``patience`` seconds.
+    An uncaught exception ends the whole job. So does a rank that ends while others go on: within a second after `sys.exit` with
+    an error code, else after ``patience`` seconds.
 
     Args:
         comm: an mpi4py communicator; None is ``MPI.COMM_WORLD``. Its ranks are the workers. Messages go over duplicates of it,
             which all ranks make together when it is first used here.
         sequential: as for `MeshComm`, with ranks in the place of devices.
-        patience: seconds that a rank waits for the others, before a solve that is traced, and when it ends. Then the job ends.
+        patience: seconds that a rank waits for the others, before a solve that is traced, and when it ends, the shortest of all
+            ``MPIComm`` then. Then the job ends.
         check: whether every solve compares ``y0`` and ``shared`` on all ranks, by two sums of their bits, one message each.
+        layers: number of layers of the whole network, if a solve is to compare what the ranks pass with it. Otherwise the network
+            is what they pass, and a rank that passes too few layers may make it a shorter one.
 
     Raises:
         ImportError: without mpi4py or mpi4jax, and where mpi4jax was built for another MPI.
@@ -58,6 +64,7 @@ class MPIComm(Comm):
     sequential: str = "auto"
     patience: float = 3600.0
     check: bool = False
+    layers: int | None = None
 
     def __post_init__(self) -> None:
         _check.one_of("sequential", self.sequential, SEQUENTIAL)
@@ -74,6 +81,9 @@ class MPIComm(Comm):
             )
         if self.size > 1:
             _abort_on_uncaught()
+            _together.watch_exit()
+            _together.patiences.append(self.patience)
+            _register_messages()
         _ = self._duplicates  # made by all ranks together
 
     @property
@@ -90,8 +100,8 @@ class MPIComm(Comm):
         """Number of this rank."""
         return int(self.comm.Get_rank())
 
-    def _key(self) -> tuple[int, str, bool]:
-        return int(self.comm.py2f()), self.sequential, self.check
+    def _key(self) -> tuple[int, str, bool, int | None]:
+        return int(self.comm.py2f()), self.sequential, self.check, self.layers
 
     @property
     def python_comm(self) -> "Intracomm":
@@ -106,7 +116,7 @@ class MPIComm(Comm):
             kept = self.comm.Dup(), self.comm.Dup(), self.comm.Dup()
             self.comm.Set_attr(_attribute(), kept)
             if self.size > 1:
-                _together.end_together(kept[2], self.patience)
+                _together.end_together(kept[2])
         return kept
 
     def __eq__(self, other: object) -> bool:
@@ -181,13 +191,14 @@ class MPIComm(Comm):
             )
         if self.size == 1:
             return Local(layers=total, held=(total,))
-        unit, active = common_unit(solvers, total), sum(n > 0 for n in counts)
-        if any(n % unit for n in counts[: active - 1]) or not all(counts[:active]):
-            wanted = [s.stop - s.start for s in _runs(total, self.size, unit)]
+        unit, meant = common_unit(solvers, total), self.layers or total
+        # another solver may have placed the layers, in units of more of them
+        units = range(unit, counts[0] + unit, unit)
+        if meant != total or counts not in [_lengths(total, self.size, n) for n in units]:
             raise ValueError(
-                f"comm=MPIComm(...): the ranks passed {counts} layers, {total} in all; all but the last that has any must pass a "
-                f"multiple of {unit}, so that no interval is cut, like {wanted}. "
-                f"lp_jax.layer_slices({total}, {self.size}, solver, adjoint_solver)[rank] gives such runs."
+                f"comm=MPIComm(...): the ranks passed {counts} layers, {total} in all; wanted are {meant}, as even as can be, "
+                f"and but for the last ones multiples of {unit}, as no interval is cut, like {_lengths(meant, self.size, unit)}. "
+                f"lp_jax.layer_slices({meant}, {self.size}, solver, adjoint_solver)[rank] gives such runs."
             )
         return OnRanks(layers=total, held=tuple(counts), sequential=self.sequential, comm=self)
 
@@ -264,6 +275,10 @@ def layer_slices(
     return _runs(num_layers, workers, common_unit(solvers, num_layers))
 
 
+def _lengths(total: int, workers: int, unit: int) -> list[int]:
+    return [run.stop - run.start for run in _runs(total, workers, unit)]
+
+
 def _runs(total: int, workers: int, unit: int) -> list[slice]:
     units = -(-total // unit)
     sizes = [unit * (units // workers + (w < units % workers)) for w in range(workers)]
@@ -273,9 +288,28 @@ def _runs(total: int, workers: int, unit: int) -> list[slice]:
 
 @dataclasses.dataclass(frozen=True)
 class OnRanks(Workers):
-    """The ranks of a communicator, seen from this one."""
+    """The ranks of a communicator, seen from this one.
+
+    Each rank traces a program of its own, and JAX decides by that program what `jax.vmap` batches, and what it takes out of
+    loops. So all messages of a solve, and its results, depend on all its arrays on every rank, whatever a rank computes from it.
+    """
 
     comm: MPIComm
+    operand: Callable[[], PyTree] = lambda: None  # a number that depends on all arrays of a solve
+
+    def solving(self, arrays: PyTree) -> "OnRanks":
+        operand = _wire.depend(jnp.zeros(()), arrays)
+        return dataclasses.replace(self, operand=lambda: operand)
+
+    def map(self, body: Body) -> Body:
+        def alike(*arrays: PyTree) -> tuple[Stacked, PyTree]:
+            out, everywhere = body(*arrays)
+            return _wire.depend(out, arrays), everywhere
+
+        return alike
+
+    def _alike(self, message: PyTree) -> PyTree:
+        return _wire.depend(message, self.operand())
 
     def index(self) -> int:
         return self.comm.rank
@@ -296,10 +330,10 @@ class OnRanks(Workers):
         return _wire.zeros_after(received) if source is None else received
 
     def sum(self, tree: PyTree) -> PyTree:
-        return self.comm.sum(tree)
+        return self.comm.sum(self._alike(tree))
 
     def max(self, tree: PyTree) -> PyTree:
-        return self.comm.max(tree)
+        return self.comm.max(self._alike(tree))
 
     def gather(self, tree: PyTree, span: int) -> PyTree:
         _, mpi4jax = _modules()
@@ -312,14 +346,17 @@ class OnRanks(Workers):
                 jnp.asarray(rows)
             ]
 
-        return _wire.apply_packed(tree, everyone, listed=True)
+        return _wire.apply_packed(self._alike(tree), everyone, listed=True)
 
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
         rank, first, by = self.comm.rank, self.first(reverse), -1 if reverse else 1
         if rank >= self.active:
             return _tree.zeros_like(jax.eval_shape(run, y0))
-        turn = by * (rank - first)
-        out = run(y0 if turn == 0 else self._exchange(y0, rank - by, None))
+        turn, entered = by * (rank - first), y0
+        if turn:  # what is received depends on what the sender has from its ``run``, or JAX may take it out of a loop
+            own = jax.make_jaxpr(run)(y0).consts
+            entered = self._exchange(_wire.depend(y0, own), rank - by, None)
+        out = run(entered)
         if turn < self.active - 1:
             sent = self._exchange(
                 jax.tree.map(lambda u: u[0 if reverse else -1], out[0]), None, rank + by
@@ -334,7 +371,8 @@ class OnRanks(Workers):
             return _tree.zeros_like(tree)
         ends = [mpi.PROC_NULL if rank is None else rank for rank in (source, dest)]
         return _wire.apply_packed(
-            tree, lambda x: mpi4jax.sendrecv(x, x, *ends, comm=self.comm._duplicates[0])
+            self._alike(tree),
+            lambda x: mpi4jax.sendrecv(x, x, *ends, comm=self.comm._duplicates[0]),
         )
 
 
@@ -355,6 +393,34 @@ def _modules() -> tuple[ModuleType, ModuleType]:
             "pip install --force-reinstall --no-cache-dir --no-deps mpi4jax."
         ) from error
     return MPI, mpi4jax
+
+
+@functools.cache
+def _register_messages() -> None:
+    """Tell JAX to keep messages that nobody reads, and to send them again where `jax.checkpoint` computes again.
+
+    All ranks do so in the same order. mpi4jax registers its effect for loops and custom derivatives only: in the gradient of a
+    scan JAX drops a message whose result is not used on this rank. In a checkpoint it would keep what a message returns, and
+    cannot do so in a loop of unknown length.
+    """
+    mpi, mpi4jax = _modules()
+    comm, rules = mpi.COMM_SELF, partial_eval.partial_eval_jaxpr_custom_rules
+
+    def messages(x: jax.Array) -> None:
+        x = mpi4jax.allgather(mpi4jax.allreduce(x, op=mpi.SUM, comm=comm), comm=comm)
+        mpi4jax.sendrecv(x, x, 0, 0, comm=comm)
+
+    def again(_: object, unknown: Any, held: Any, eqn: Any) -> Any:
+        """The operation in the forward pass, unless an operand is unknown there; in the backward pass; and what that needs."""
+        later = any(unknown)
+        needs = [x for x, here in zip(eqn.invars, held, strict=True) if not here]
+        return None if later else eqn, eqn, [later], [True], needs
+
+    for eqn in jax.make_jaxpr(messages)(np.float32(0)).eqns:
+        rules[eqn.primitive] = again
+        for effect in eqn.effects:
+            effects.remat_allowed_effects.add_type(type(effect))
+            effects.partial_eval_kept_effects.add_type(type(effect))
 
 
 @functools.cache

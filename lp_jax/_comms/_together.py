@@ -1,14 +1,18 @@
 """Ranks that end together: nobody waits for ever for one that has left."""
 
 import atexit
+import functools
 import sys
+import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _HERE, _LEFT = b"\0", b"\1"
+
+patiences: list[float] = []  # of all communicators; when this rank ends, it waits for the shortest
 
 
 def marks(
@@ -48,7 +52,7 @@ def meet(comm: "Intracomm", patience: float) -> None:
         )
 
 
-def end_together(comm: "Intracomm", patience: float) -> None:
+def end_together(comm: "Intracomm") -> None:
     """When this rank ends, let it wait for the others, and end the whole job if they do not follow."""
 
     def leave() -> None:
@@ -56,14 +60,36 @@ def end_together(comm: "Intracomm", patience: float) -> None:
 
         if MPI.Is_finalized():
             return
+        patience = min(patiences)
         _, missing = marks(comm, _LEFT, patience, until=_LEFT)
         if missing:
             print(
                 f"rank {comm.Get_rank()} has ended, and ranks {missing} have not within {patience:g} s: they may wait for a "
-                "message from it. The job ends. MPIComm(patience=...) sets the time.",
+                "message from it. The job ends. MPIComm(patience=...) sets the time; after an error code it is at most 1 s.",
                 file=sys.stderr,
                 flush=True,
             )
             MPI.COMM_WORLD.Abort(1)
 
     atexit.register(leave)
+
+
+class _Exit(SystemExit):
+    """What `sys.exit` raises in the main thread. Where nobody catches it, Python deletes it when no caller is left."""
+
+    def __del__(self, frame: Any = sys._getframe, patiences: list[float] = patiences) -> None:
+        if self.code and frame().f_back is None:
+            patiences.append(
+                1.0
+            )  # in which ranks that fail for the same reason may end by themselves
+
+
+@functools.cache
+def watch_exit() -> None:
+    """Let `end_together` know of `sys.exit` with an error code, which Python tells nobody."""
+
+    def leave(status: object = None, /) -> NoReturn:
+        main = threading.current_thread() is threading.main_thread()
+        raise (_Exit if main else SystemExit)(status)
+
+    sys.exit = leave

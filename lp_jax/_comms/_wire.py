@@ -37,6 +37,14 @@ def _never(tree: PyTree) -> jax.Array:
     return bits * bits % 4 == 2
 
 
+def depend(tree: PyTree, others: PyTree) -> PyTree:
+    """Return the tree. JAX takes each of its arrays to depend on all ``others``; XLA drops that, a choice between equals."""
+    arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
+    none = [jnp.zeros(0, jnp.uint8), *(encode(x.reshape(-1)[:0], 0) for x in arrays)]
+    some = jnp.concatenate(none).any()
+    return jax.tree.map(lambda x: jnp.where(some, x, x), tree)
+
+
 def apply_by_dtype(tree: PyTree, f: Callable[[jax.Array], jax.Array]) -> PyTree:
     """Apply ``f`` to all leaves of one dtype at once, as one flat array."""
     leaves, structure = jax.tree.flatten(tree)

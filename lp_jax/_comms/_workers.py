@@ -59,6 +59,10 @@ class Workers(abc.ABC):
         """Return ``body`` as a function that runs on every worker; override it where one caller stands for all of them."""
         return body
 
+    def solving(self, arrays: PyTree) -> "Workers":
+        """Return these workers within a solve of these arrays; override it where each worker traces a program of its own."""
+        return self
+
     @abc.abstractmethod
     def shift(self, tree: PyTree, by: int) -> PyTree:
         """Return the tree of the worker ``by`` places earlier in the row (one message); zeros where there is none."""

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 
 from lp_jax._arrays._types import State
 
-DONE, SERIAL, FELL_BACK, NOT_CONVERGED, NON_FINITE, NOT_FALLING = range(6)  # from best to worst
+DONE, SERIAL, FELL_BACK, NOT_CONVERGED, NON_FINITE, NOT_FALLING = range(6)
+# from best to worst; as two codes change places, this maps codes to ranks, and ranks to codes
+_ORDER = DONE, SERIAL, FELL_BACK, NOT_CONVERGED, NOT_FALLING, NON_FINITE
 
 RESULTS = {
     DONE: "done as asked",
@@ -30,6 +32,11 @@ RESULTS = {
     ),
 }
 """Result codes and what they mean."""
+
+
+def ranked(codes: jax.Array | int) -> jax.Array:
+    """Return the ranks of codes, of which the largest is the worst, and the codes of ranks."""
+    return jnp.asarray(_ORDER, jnp.int32)[codes]
 
 
 def of_norms(norms: jax.Array, rising: jax.Array) -> jax.Array:

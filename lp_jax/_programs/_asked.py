@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from lp_jax._arrays._at_once import Processor
 from lp_jax._arrays._types import PyTree
-from lp_jax._levels._result import DONE, RESULTS, SERIAL
+from lp_jax._levels._result import DONE, RESULTS, SERIAL, ranked
 from lp_jax._solvers._solver import Solver, Stats
 
 
@@ -52,7 +52,7 @@ class Results(NamedTuple):
     def warn(self) -> "Results":
         """Warn of solves that did not do what was asked or fell back, once for each line of code. Not under jit."""
         for direction, codes in self._asdict().items():
-            code = int(jnp.max(codes))
+            code = int(ranked(jnp.max(ranked(codes))))
             if code not in (DONE, SERIAL):
                 warnings.warn(f"{direction} solve: {RESULTS[code]}.", stacklevel=2)
         return self
@@ -121,9 +121,7 @@ def value_and_grad(
         value, (counts, *gradients) = inner(
             jnp.zeros((2, len(RESULTS)), jnp.float32), *args, **kwargs
         )
-        worst = jnp.max(jnp.where(counts > 0, jnp.arange(counts.shape[1]), 0), axis=1).astype(
-            jnp.int32
-        )
+        worst = ranked(jnp.max(jnp.where(counts > 0, ranked(jnp.arange(len(RESULTS))), 0), axis=1))
         results = Results(forward=worst[0], adjoint=worst[1])
         return value, gradients[0] if isinstance(argnums, int) else tuple(gradients), results
 

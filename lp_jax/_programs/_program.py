@@ -129,15 +129,15 @@ class Program:
 
         return out, pullback
 
-    def chain(self, slices: Slices, y0: State, shared: PyTree) -> Chain:
-        """The chain of these layers: all layers, or those of one worker."""
+    def chain(self, slices: Slices, y0: State, shared: PyTree, *others: PyTree) -> Chain:
+        """The chain of these layers: all layers, or those of one worker; ``others`` are the other arrays of a solve."""
         padded = self.workers.padded
         return Chain(
             traced=self.traced,
             slices=slices,
             y0=y0,
             shared=shared,
-            workers=self.workers,
+            workers=self.workers.solving((slices, y0, shared, others)),
             padded=padded,
         )
 
@@ -199,7 +199,7 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
         spread: tuple[Slices, CPoints | None], common: tuple[State, PyTree, Solver]
     ) -> tuple[tuple[Forward, PyTree], tuple[State, Stats]]:
         (slices, guess), (y0, shared, solver) = spread, common
-        chain = program.chain(slices, y0, shared)
+        chain = program.chain(slices, y0, shared, guess, solver)
         levels = solver.discretize(chain)
         if program.zeros:
             guess = _tree.zeros_like(_tree.repeat(y0, levels[0].intervals))
@@ -243,7 +243,7 @@ def _backward(
     ) -> tuple[PyTree, PyTree]:
         (slices, guess, left, seen), (y0, shared, solver, cotangent) = spread, common
         start = "zeros" if guess is None and program.zeros else guess
-        chain = program.chain(slices, y0, shared)
+        chain = program.chain(slices, y0, shared, guess, left, seen, solver, cotangent)
         gradient, stats = solve_adjoint(chain, solver, left, program.stride, cotangent, seen, start)
         return (gradient.slices, gradient.adjoint_guess if keep else None), (
             gradient.y0,

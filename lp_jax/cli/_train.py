@@ -224,6 +224,7 @@ def train_one(
             if checkpoints.latest is not None:
                 state = checkpoints.restore(state)
                 console.print(f"{name}: going on after step {int(state.step)}")
+            log.rewind(int(state.step))
             state, _ = train.fit(
                 step_fn,
                 state,

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lp_jax import MeshComm, MPIComm, layer_slices
 from lp_jax._arrays._types import PyTree
+from lp_jax._levels._result import ranked
 from lp_jax._solvers._solver import Solver
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._launch import mesh_sizes, set_cpu_devices, unchanged
@@ -80,7 +81,7 @@ def copies(comm: MeshComm) -> Place:
                 loss, info = loss_fn(own, batch, *solvers)
                 loss, scale = jax.lax.pmean((loss, info.scale), comm.axis)
                 correct, total = jax.lax.psum((info.correct, info.total), comm.axis)
-                result = jax.lax.pmax(info.result, comm.axis)
+                result = ranked(jax.lax.pmax(ranked(info.result), comm.axis))
                 return loss, Info(total, info.stats._replace(result=result), result, correct, scale)
 
             return share(params, batch)

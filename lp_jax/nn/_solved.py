@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from lp_jax._arrays._types import PyTree, State
 from lp_jax._comms._comm import Comm
+from lp_jax._levels._result import ranked
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 from lp_jax._solution import Solution
@@ -120,7 +121,6 @@ def combined_stats(
     squares, solves, gaps = add(
         (jnp.where(made, norms, 0) ** 2, made.astype(jnp.int32), lacking.astype(jnp.int32))
     )
-    iterations, result = largest((stats.iterations, stats.result))
-    return Stats(
-        iterations, jnp.where((solves > 0) & (gaps == 0), jnp.sqrt(squares), NOT_MEASURED), result
-    )
+    iterations, result = largest((stats.iterations, ranked(stats.result)))
+    norms = jnp.where((solves > 0) & (gaps == 0), jnp.sqrt(squares), NOT_MEASURED)
+    return Stats(iterations, norms, ranked(result))

@@ -15,6 +15,7 @@ from lp_jax._arrays._types import PyTree, Slices, State
 from lp_jax._levels._result import DONE
 from lp_jax._problem import Problem
 from lp_jax._programs._traced import trace
+from lp_jax._solvers._default import _LAST as LAST
 from lp_jax._solvers._default import Pair
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
@@ -64,8 +65,11 @@ class Diagnosis:
         lipschitz: Lipschitz constant of the right-hand side times T: the sum over the layers of the 2-norm of ``J - I``, J the
             Jacobian of a layer at the states of a forward pass. Sweeps contract by ``lipschitz / s`` or better in sweep s.
         lyapunov: largest Lyapunov exponent, per layer: a disturbance grows by ``exp(lyapunov)`` from one layer to the next, on
-            average. Below zero, layers forget.
+            average over layers that are no resets. Below zero, layers forget.
         rehearsals: iterations of each pair of solvers, and how they ended.
+        resets: number of layers that leave nothing of a disturbance, like the first step of a packed sequence.
+        sweep: seconds in which the device is predicted to evaluate all layers at once.
+        serial: seconds in which it is predicted to propagate serially, forward and back.
     """
 
     layers: int
@@ -73,15 +77,22 @@ class Diagnosis:
     lipschitz: float
     lyapunov: float
     rehearsals: tuple[Rehearsal, ...]
+    resets: int = 0
+    sweep: float = 0.0
+    serial: float = math.inf
 
     @property
     def growth(self) -> float:
-        """Factor by which a disturbance grows on its way through all layers."""
-        return math.exp(min(self.lyapunov * self.layers, _LARGEST))
+        """Factor by which a disturbance grows on its way through all layers, or from one reset to the next."""
+        return math.exp(min(self.lyapunov * self.layers / (self.resets + 1), _LARGEST))
 
     @property
     def verdict(self) -> str:
-        """Whether the chain forgets a small disturbance, keeps it (a factor of 0.1 to 10) or amplifies it; who converges."""
+        """Whether the chain forgets a small disturbance, keeps it (a factor of 0.1 to 10) or amplifies it; who converges.
+
+        A solver is not faster than `Serial` if its iterations and the evaluations around them are predicted to take longer, where
+        an iteration is counted as one evaluation of all layers. Those of multigrid and Newton's method take more.
+        """
         kind = (
             "forgets"
             if self.growth <= 0.1
@@ -90,16 +101,23 @@ class Diagnosis:
             else "amplifies"
         )
         growth = f"{self.growth:.1f}" if 0.1 <= self.growth < 100 else f"{self.growth:.1e}"
-        text = f"This chain {kind}: a disturbance is {growth} times as large after the last layer."
+        end = "before the next reset" if self.resets else "after the last layer"
+        text = f"This chain {kind}: a disturbance is {growth} times as large {end}."
         good, bad = (
             ", ".join(type(r.solver).__name__ for r in self.rehearsals if r.converges is wanted)
             for wanted in (True, False)
         )
         if bad and not good:
             return f"{text} No rehearsed solver converges: take Serial()."
-        return (
-            text + (f" Converges: {good}." if good else "") + (f" Does not: {bad}." if bad else "")
-        )
+        text += (f" Converges: {good}." if good else "") + (f" Does not: {bad}." if bad else "")
+        made = [
+            (r, r.iterations + r.adjoint_iterations + LAST) for r in self.rehearsals if r.converges
+        ]
+        slow = [type(r.solver).__name__ for r, sweeps in made if sweeps * self.sweep > self.serial]
+        if not slow:
+            return text
+        take = " Take Serial()." if len(slow) == len(made) else ""
+        return f"{text} Predicted not to be faster than Serial() here: {', '.join(slow)}.{take}"
 
     def __str__(self) -> str:
         lines = [
@@ -107,6 +125,8 @@ class Diagnosis:
             "",
             f"  Lipschitz constant x T  {self.lipschitz:.3g}",
             f"  Lyapunov exponent       {self.lyapunov:+.2g} a layer",
+            f"  Resets                  {self.resets}",
+            f"  Predicted               {1e3 * self.sweep:.2g} ms for a sweep, {1e3 * self.serial:.2g} ms for Serial()",
         ]
         if self.rehearsals:
             rows: list[tuple[str, ...]] = [("forward", "adjoint", "solver")]
@@ -131,7 +151,8 @@ def diagnose(
 
     Two numbers come from one trajectory of a few examples: the Lipschitz constant times T by power iteration, the largest
     Lyapunov exponent by propagating a cotangent, which grows as a tangent does. The number of iterations comes from a rehearsal:
-    each solver runs to its tolerance on these examples, forward and adjoint.
+    each solver runs to its tolerance on these examples, forward and adjoint. The times are predicted from the shapes of the whole
+    batch, for the devices at hand or those of `planning.assume`.
 
     Args:
         problem: the network, and a typical batch.
@@ -156,7 +177,14 @@ def diagnose(
     """
     require(problem)
     _check.integer("examples", examples, least=1)
-    problem = few(problem.replace(comm=None), examples)
+    size, problem = problem.comm.size, problem.replace(comm=None)
+    program, _ = trace(problem, (Serial(),))
+    processor, layer = program.workers.processor, program.traced.footprint
+    seconds = (
+        processor.batch(layer, math.ceil(problem.layers / size)),
+        sum(processor.serial(layer, problem.layers)),
+    )
+    problem = few(problem, examples)
     if cotangent is not None:
         cotangent = jax.tree.map(
             lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0
@@ -179,22 +207,28 @@ def diagnose(
             )
     else:
         pairs = list(map(as_pair, solvers))
-    lipschitz, lyapunov = _numbers(problem)
+    lipschitz, lyapunov, resets = _numbers(problem)
     rehearsals = []
     for pair in pairs:
         _, stats, adjoint = solving(problem, fast=True)(*pair, cotangent)
         reached = map(int, (stats.iterations, adjoint.iterations, stats.result, adjoint.result))
         rehearsals.append(Rehearsal(*pair, *reached))
     return Diagnosis(
-        problem.layers, examples_of(problem.y0), lipschitz, lyapunov, tuple(rehearsals)
+        problem.layers,
+        examples_of(problem.y0),
+        lipschitz,
+        lyapunov,
+        tuple(rehearsals),
+        int(resets),
+        *seconds,
     )
 
 
-def _numbers(problem: Problem) -> tuple[float, float]:
-    """Lipschitz constant times T, and the largest Lyapunov exponent per layer."""
+def _numbers(problem: Problem) -> tuple[float, ...]:
+    """Lipschitz constant times T, the largest Lyapunov exponent per layer, and the number of layers that are resets."""
 
     @functools.partial(jax.jit, compiler_options=compile_fast())
-    def along(arrays: dict[str, PyTree]) -> tuple[jax.Array, jax.Array]:
+    def along(arrays: dict[str, PyTree]) -> tuple[jax.Array, ...]:
         program, operands = trace(problem.replace(**arrays), (Serial(),))
         chain = program.chain(*operands[:3])
         step, shared = chain.step(0), chain.shared
@@ -217,16 +251,27 @@ def _numbers(problem: Problem) -> tuple[float, float]:
             return lax.fori_loop(0, _ROUNDS, turn, (w, jnp.sqrt(_tree.sum_of_squares(w))))[1]
 
         _, entering = lax.scan(lambda y, x: (step(y, x, shared), y), chain.y0, chain.slices)
-        key = jax.random.split(jax.random.key(0), 1)[0]
-        start, _ = _normal(
-            jax.tree.map(lambda x: jax.random.normal(key, x.shape, x.dtype), chain.y0)
-        )
+        leaves, structure = jax.tree.flatten(chain.y0)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        drawn = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+        start, _ = _normal(jax.tree.unflatten(structure, drawn))
         layers = entering, chain.slices
-        sizes = lax.scan(lambda w, at: _normal(transposed(*at)(w)), start, layers, reverse=True)[1]
-        return jnp.sum(jax.vmap(norm, (0, 0, None))(*layers, start)), jnp.mean(jnp.log(sizes))
 
-    lipschitz, lyapunov = along(arrays(problem))
-    return float(lipschitz), float(lyapunov)
+        def back(w: State, at: tuple[State, Slices]) -> tuple[State, jax.Array]:
+            w, size = _normal(transposed(*at)(w))
+            return _tree.where(size > _reset(size), w, start), size
+
+        sizes = lax.scan(back, start, layers, reverse=True)[1]
+        stays = sizes > _reset(sizes)
+        growth = jnp.mean(jnp.log(sizes), where=stays | ~jnp.any(stays))
+        return jnp.sum(jax.vmap(norm, (0, 0, None))(*layers, start)), growth, jnp.sum(~stays)
+
+    return tuple(map(float, along(arrays(problem))))
+
+
+def _reset(size: jax.Array) -> float:
+    """Largest growth in a layer that leaves nothing of a disturbance but rounding."""
+    return float(jnp.finfo(size.dtype).eps)
 
 
 def _normal(v: State) -> tuple[State, jax.Array]:

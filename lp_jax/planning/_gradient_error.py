@@ -11,7 +11,7 @@ import numpy as np
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree
-from lp_jax._levels._result import RESULTS, SERIAL
+from lp_jax._levels._result import RESULTS, SERIAL, ranked
 from lp_jax._programs._asked import Asked, asked
 from lp_jax._solvers._default import Pair
 from lp_jax._solvers._serial import Serial
@@ -209,6 +209,6 @@ def _worst(reports: Sequence[tuple[str, Solver, int, Stats]]) -> tuple[Solved, .
             solves=last.solves + 1,
             iterations=max(last.iterations, row.iterations),
             residual=float(np.maximum(last.residual, row.residual)),
-            result=max(last.result, row.result),
+            result=max(last.result, row.result, key=ranked),
         )
     return tuple(row for _, row in sorted(worst.items()))

@@ -23,6 +23,7 @@ from orbax.checkpoint import v1 as ocp
 from lp_jax._arrays._types import PyTree
 from lp_jax.nn._export import described, first_difference
 from lp_jax.train._ranks import Ranks
+from lp_jax.train._step import replicate_rest
 from lp_jax.train._types import TrainState
 
 T = TypeVar("T")
@@ -145,11 +146,13 @@ class Checkpoints:
     def restore(self, template: TrainState) -> TrainState:
         """Return the newest state; ``template``, from `init_state`, has the structure, shapes, dtypes and devices of the result.
 
+        Where some of its arrays are spread over a mesh, those on one device are replicated over that mesh.
+
         Raises:
             CheckpointError: if there is no checkpoint, it is damaged, or it is of another model.
         """
         wanted, read = (
-            template if self._ranks is None else self._ranks.whole(template),
+            replicate_rest(template) if self._ranks is None else self._ranks.whole(template),
             list[TrainState](),
         )
         try:

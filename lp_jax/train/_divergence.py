@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, RESULTS
+from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, RESULTS, SERIAL
 from lp_jax.train._types import Batch, Metrics
 
 ADVICE = (
@@ -35,7 +35,7 @@ def convergence_warning(
         return (
             f"the {solve} residual grows over the cycles ({listed}; factor {factor:.3g}): {ADVICE}."
         )
-    if result not in (DONE, NON_FINITE):
+    if result not in (DONE, SERIAL, NON_FINITE):
         return f"the {solve} solve: {RESULTS[result]}."
     return None
 

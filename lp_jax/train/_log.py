@@ -50,9 +50,11 @@ class Log:
             ) as file:  # closing it hands the line to the system
                 file.write(_line(row))
 
-    def rewind(self, step: int) -> None:
-        """Remove all rows after ``step``; a run that is resumed there writes them again."""
-        self.rows = [row for row in self.rows if row["step"] <= step]
+    def rewind(self, step: float) -> None:
+        """Remove all rows after ``step``; a run that is resumed there writes them again. Those of earlier runs stay."""
+        steps = [row["step"] for row in self.rows]
+        begun = max((i for i in range(1, len(steps)) if steps[i] < steps[i - 1]), default=0)
+        self.rows[begun:] = [row for row in self.rows[begun:] if row["step"] <= step]
         if self.path is not None and self.path.exists():
             scratch = self.path.with_name(self.path.name + ".new")
             scratch.write_text("".join(map(_line, self.rows)), encoding="utf-8")

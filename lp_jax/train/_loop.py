@@ -20,7 +20,7 @@ from lp_jax._solvers._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._controller import Controller
 from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message
-from lp_jax.train._log import Log, Meter, Silent, measured, unflat
+from lp_jax.train._log import Log, Meter, Row, Silent, measured, unflat
 from lp_jax.train._types import Batch, Metrics, StepFn, TrainState
 
 
@@ -85,8 +85,8 @@ def fit(
     """Train from ``state`` to the end of the last epoch; return the last state and the log.
 
     A run that is resumed from a checkpoint has the same numbers as one without a break, bit for bit; the log is rewound to the
-    state's step. When residual norms grow over the cycles of a solve, or a tolerance is not met, a warning is reported and logged
-    (a row of kind "warning").
+    state's step. A run that starts at step 0 adds its rows to those of earlier runs in the log. When residual norms grow over the
+    cycles of a solve, or a tolerance is not met, a warning is reported and logged (a row of kind "warning").
 
     Args:
         step_fn: the training step, as `make_train_step` returns it.
@@ -151,7 +151,7 @@ def fit(
     log = Log() if log is None else log
     done = step = int(state.step)
     last, save_every = steps_per_epoch * epochs, checkpoint_every or steps_per_epoch
-    log.rewind(done)
+    log.rewind(done or math.inf)  # at step 0 it only drops an incomplete last line
 
     def batch_of(step: int) -> Batch:
         epoch, number = divmod(step - 1, steps_per_epoch)
@@ -159,7 +159,7 @@ def fit(
             itertools.islice(batches(epoch), number, None), None
         )  # None: it gave the batch only once
 
-    record = _Recorder(log, meter, steps_per_epoch, checkpoints, batch_of)
+    record = _Recorder(log, meter, steps_per_epoch, checkpoints, batch_of, log.rows if done else [])
     solvers: tuple[Solver | None, Solver | None] = (solver, adjoint_solver)
     forward, adjoint = SWEEPS if solver is None else (solver, solver.for_adjoint())
     pair = forward, adjoint_solver or adjoint
@@ -228,13 +228,16 @@ class _Recorder:
     quiet: int  # number of steps during which a warning is not repeated
     checkpoints: Checkpoints | None
     batch_of: Callable[[int], Batch]
+    earlier: Sequence[Row]  # of the same run
 
     def __post_init__(self) -> None:
-        self.warned = {row["solve"]: row["step"] for row in self.log.of("warning")}
+        self.warned = {
+            row["solve"]: row["step"] for row in self.earlier if row["kind"] == "warning"
+        }
         self.pending: list[
             tuple[int, Metrics]
         ] = []  # of the steps since the last flush, with their epochs
-        self.seconds = max((row["time"] for row in self.log.of("train")), default=0.0)
+        self.seconds = max((row["time"] for row in self.earlier if "time" in row), default=0.0)
         self.restart_clock()
 
     def restart_clock(self) -> None:

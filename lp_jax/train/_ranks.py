@@ -14,6 +14,7 @@ import numpy as np
 
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._mpi import MPIComm
+from lp_jax._levels._result import ranked
 from lp_jax._programs._asked import asked, count_results
 from lp_jax._solvers._solver import Solver
 from lp_jax.nn._solved import combined_stats
@@ -128,7 +129,7 @@ class Ranks:
                 outside=outside,
                 scale=jnp.sqrt(square),
                 stats=combined_stats(info.stats, self.data.sum, self.data.max),
-                result=self.data.max(info.result),
+                result=ranked(self.data.max(ranked(info.result))),
                 replace=_mean(info.replace, self.data),
             )
             weight = info.total * self.data.size / total

@@ -434,6 +434,26 @@ def test_the_first_layer_whose_output_is_not_finite_is_named(solver):
         solution.raise_if_failed()
 
 
+def test_an_overflow_is_the_worst_of_several_ends():
+    """Its code is not the largest; of a residual that does not fall it is."""
+    sweeps, start = lp_jax.Picard(sweeps=3), jnp.ones((), jnp.float32)
+
+    def last(params, factor):
+        step = lambda y, layer: y * layer.params * jnp.float32(factor)  # noqa: E731
+        return lp_jax.solve(step, params, start, solver=sweeps).y1
+
+    both = lambda params: last(params, 1e30) + last(params, 3.0)  # noqa: E731
+    (_, _, results), (_, _, milder) = (
+        lp_jax.value_and_grad(f)(jnp.ones(8, jnp.float32))
+        for f in (both, functools.partial(last, factor=3.0))
+    )
+    assert int(results.forward) == _result.NON_FINITE < _result.NOT_FALLING == int(milder.forward)
+    codes = jnp.asarray([_result.NOT_FALLING, _result.NON_FINITE, _result.DONE])
+    with pytest.warns(UserWarning, match="the state is not finite"):
+        _asked.Results(codes, jnp.zeros(3, jnp.int32)).warn()
+    np.testing.assert_array_equal(_result.ranked(_result.ranked(codes)), codes)
+
+
 def test_all_say_that_nothing_is_faster():
     body, init, xs = dense(8, 12, 2)
     loss = lambda xs: jnp.sum(lp_jax.scan(body, init, xs)[0])  # noqa: E731

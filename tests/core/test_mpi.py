@@ -21,7 +21,7 @@ SCRIPT = launch.HERE / "ranks_solve.py"
 JOBS = {
     "2 ranks": (2, "solvers=windows,secant", "outputs", "one_shot", "disagree", "wires", "examples",
                 "modules", "depths", "refused"),
-    "3 ranks": (3, "solvers=3 levels,falls back", "small=mixed,complex", "messages", "spline"),
+    "3 ranks": (3, "solvers=3 levels,falls back", "small=mixed,complex", "messages", "spline", "transforms"),
     "4 ranks": (4, "grid=2"),
 }  # fmt: skip
 """Few jobs with several cases each, as every rank of a job imports and compiles everything anew; see ranks_solve.py.
@@ -52,6 +52,7 @@ def test_a_rank_that_raises_ends_the_job():
     [
         ("leaves", r"rank 0 needs all ranks for a solve, and ranks \[1\] have ended"),
         ("early", r"rank 1 has ended, and ranks \[0\] have not within 3 s"),
+        ("fails", r"rank 1 has ended, and ranks \[0\] have not within 1 s"),
         ("numbers", "y0 or shared have other numbers on one rank than on another"),
     ],
 )

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from problems import relative_error
 
 import lp_jax
+from lp_jax import planning
 
 N, WIDTH = 12, 4
 SERIAL = lp_jax.Serial()
@@ -184,6 +185,21 @@ def test_where_sees_each_scan_and_picks():
         assert solved(f, W, X, where=lambda scan, choice=choice: choice) == 2
     table = str(lp_jax.scans(f, where=lambda scan: scan.length > 5)(W, X))
     assert len(table.splitlines()) == 2 and "where(scan) is False" in table
+
+
+def test_a_prediction_says_what_it_assumes():
+    def loss(weights):
+        body = lambda y, w: (y + jnp.tanh(y @ w) / 100, None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(body, jnp.ones((8, 64), weights.dtype), weights)[0])
+
+    weights = jax.ShapeDtypeStruct((512, 64, 64), jnp.float32)
+    found = []
+    with planning.assume("H200"):
+        jax.eval_shape(lambda w: found.append(lp_jax.scans(loss)(w)), weights)
+    (one,) = found[0]
+    assert one.takes.startswith("Picard") and one.scan_seconds > one.seconds > 0
+    said = f"predicted if 5 sweeps forward and 3 back are enough, {1e3 * one.scan_seconds:.3g} ms for the scan"
+    assert str(found[0]).endswith(said)
 
 
 def test_a_function_jitted_already_keeps_its_name_donation_and_shardings():

@@ -5,6 +5,7 @@ and each case imports what it needs.
 """
 
 import collections
+import contextlib
 import doctest
 import functools
 import re
@@ -210,6 +211,60 @@ def one_shot(_=None):
     wanted, whole = on_one_device(alone)[""], ranks.gather(two_steps(step_fn, again))
     if whole is not None:  # L-BFGS arranges what it remembers otherwise than optax
         close(whole._replace(opt_state=None), wanted._replace(opt_state=None), 1e-10)
+
+
+@case
+@jax.numpy_rank_promotion("allow")
+def transforms(_=None):
+    """Gradients are those of a scan under vmap, checkpoint and scan, whichever arrays are mapped; the last rank has no layers.
+
+    What a rank holds must not decide whether a message is batched, taken out of a loop, dropped, or sent again.
+    """
+    n, rng = 8, np.random.default_rng(0)
+    y, params, data = (
+        jnp.asarray(0.4 * rng.normal(size=shape)) for shape in ((3,), (n, 3, 3), (n, 3))
+    )
+    serial, windows = lp_jax.Serial(), lp_jax.Windowed(windows=2, sweeps=5)
+    sweeps = lp_jax.Picard(sweeps=n, rtol=1e-12, fallback=True)
+    cycles = lp_jax.MGRIT(coarsening=2, iterations=4, coarse_step=INJECT)
+    run = mine(n, windows, cycles)
+    assert (run.stop > run.start) == (COMM.rank < 2)
+
+    def body(y, x):
+        return y + 0.3 * jnp.tanh(y @ x[0] + x[1]), jnp.sum(y**2)
+
+    def scanned(_, y, params, data):
+        return jax.lax.scan(body, y, (params, data))
+
+    def solved(solver, y, params, data):
+        step = lambda y, layer: body(y, (layer.params, layer.data))  # noqa: E731
+        options = {"solver": solver, "comm": COMM, "has_aux": True}
+        solution = lp_jax.solve(step, params, y, data=data, **options)
+        return solution.y1, solution.aux
+
+    def loss(f, y, params, data):
+        both = lambda x: jnp.stack([x, -2 * x])  # noqa: E731
+        _, aux = jax.vmap(lambda y: f(windows, y, params, data))(both(y))
+        inputs = jax.vmap(lambda data: f(cycles, y, params, data)[0])(both(data))
+        weights = jax.vmap(lambda params: f(sweeps, y, params, data)[0])(both(params))
+
+        @jax.checkpoint
+        def twice(y, params):
+            y = jnp.sin(f(sweeps, y, params, data)[0])
+            return jnp.sum(f(cycles, y, params, data)[0] ** 2)
+
+        def add(total, data):
+            one, other = (f(solver, y, params, data)[0] for solver in (serial, windows))
+            return total + jnp.sum(one * other), None
+
+        over = jax.lax.scan(add, 0.0, both(data))[0]
+        return jnp.sum(aux) + jnp.sum(inputs**2) + jnp.sum(weights**3) + twice(y, params) + over
+
+    gradient = jax.jit(jax.grad(loss, argnums=(1, 2, 3)), static_argnums=0)
+    of_y, *of_layers = gradient(scanned, y, params, data)
+    got = gradient(solved, y, cut(params, run), cut(data, run))
+    close(got, (of_y, *cut(of_layers, run)), 1e-9)
+    same_everywhere(got[0])
 
 
 @case
@@ -467,14 +522,21 @@ def disagree(_=None):
             1, {"params": own["params"].astype(jnp.float32)}),
         r"what all layers share: y0, shared\[0\] is float64\[3\] on rank 0 and float64\[4\] on rank 1": (
             1, {"y0": jnp.ones(4)}),
-        r"the ranks passed \[7, 8\] layers, 15 in all; .* a multiple of 2.*like \[8, 7\].*lp_jax.layer_slices\(15, 2,": (
+        r"the ranks passed \[7, 8\] layers, 15 in all; .* multiples of 2, .*like \[8, 7\].*lp_jax.layer_slices\(15, 2,": (
             0, {"params": own["params"][1:]}),
+        r"the ranks passed \[4, 8\] layers, 12 in all; wanted are 12, as even as can be": (
+            0, {"params": own["params"][:4]}),
         "disagree on the solvers": (1, {"solver": lp_jax.MGRIT(coarsening=4)}),
         "disagree on the times: t1 is 2.0 on rank 0 and 3.0 on rank 1": (1, {"t1": 3.0}),
     }  # fmt: skip
     for message, (rank, other) in others.items():
         with pytest.raises((TypeError, ValueError), match=message):
             lp_jax.solve(step, **(own | (other if COMM.rank == rank else {})), comm=COMM)
+    fewer = own | {"params": own["params"][: 8 - 2 * COMM.rank]}  # as even as 14 layers can be
+    with pytest.raises(
+        ValueError, match=r"the ranks passed \[8, 6\] layers, 14 in all; wanted are 16"
+    ):
+        lp_jax.solve(step, **fewer, comm=lp_jax.MPIComm(layers=16))
 
 
 REFUSED = {
@@ -554,8 +616,8 @@ def fail():
 
 @case
 def apart(how):
-    """Rank 1 leaves before a solve, makes one gradient fewer than rank 0, or has other numbers."""
-    comm = lp_jax.MPIComm(COMM.comm.Dup(), patience=3.0, check=True)
+    """Rank 1 leaves before a solve, makes one gradient fewer than rank 0, fails meanwhile, or has other numbers."""
+    comm = lp_jax.MPIComm(patience=3.0, check=True)  # of the communicator that COMM has, too
     if how == "leaves" and comm.rank == 1:
         sys.exit(0)
     step, solver = (
@@ -569,7 +631,11 @@ def apart(how):
     jax.block_until_ready(gradient(params, y0))  # equal numbers pass
     if how == "numbers":
         jax.block_until_ready(gradient(params, y0 + comm.rank))
-    elif how == "early" and comm.rank == 0:
+    elif how == "fails" and comm.rank == 1:
+        with contextlib.suppress(SystemExit):
+            sys.exit(4)  # one that is caught ends nothing
+        sys.exit(3)
+    elif comm.rank == 0:
         jax.block_until_ready(gradient(params, y0))
 
 

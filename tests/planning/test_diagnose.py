@@ -1,5 +1,6 @@
 """Numbers of a chain against NumPy's, and predicted numbers of iterations against those that solvers take."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from problems import dense_step
 import lp_jax
 from benchmarks import diagnosis
 from lp_jax import planning
+from lp_jax.planning._diagnose import Diagnosis, Rehearsal
 from lp_jax.planning._words import code
 
 N, D, BATCH = 24, 3, 6
@@ -66,6 +68,38 @@ def test_a_scalar_chain_has_its_exponent(factor, text):
     assert found.lyapunov == pytest.approx(np.log(factor) / N, abs=1e-12)
     assert found.lipschitz == pytest.approx(N * abs(factor ** (1 / N) - 1), abs=1e-12)
     assert found.verdict == f"This chain {text} as large after the last layer."
+
+
+def test_leaves_start_from_unlike_numbers():
+    """The mode a - b of two leaves grows; where both started from equal numbers, it would not be seen."""
+
+    def step(y, layer):
+        a, b = y
+        mean, half = 0.25 * (a + b), 0.65 * (a - b)
+        return mean + half, mean - half
+
+    problem = lp_jax.Problem(step, jnp.zeros(N), (jnp.ones(D), jnp.ones(D)))
+    found = planning.diagnose(problem, solvers=())
+    assert found.lyapunov == pytest.approx(np.log(1.3), abs=2 / N)
+
+
+def test_resets_are_no_growth():
+    """Packed sequences: every eighth layer leaves nothing of the state, and the others double it."""
+    keeps = jnp.arange(N) % 8 != 0
+    step = lambda y, layer: jnp.where(layer.data, 2.0, 0.0) * y  # noqa: E731
+    found = planning.diagnose(lp_jax.Problem(step, None, states(), data=keeps), solvers=())
+    assert found.lyapunov == pytest.approx(np.log(2.0)) and found.resets == 3
+    assert found.growth == pytest.approx(2.0**6)
+    assert "amplifies: a disturbance is 64.0 times as large before the next reset" in str(found)
+
+
+def test_what_converges_too_slowly_is_no_yes():
+    """Both took 15 and 9 sweeps; one device evaluates all layers in no time, the other one layer after another."""
+    one = Rehearsal(lp_jax.Picard(sweeps=32, rtol=1e-3), lp_jax.Picard(sweeps=32), 15, 9, 0, 0)
+    found = Diagnosis(N, 4, 1.0, 0.0, (one,), sweep=1e-3, serial=27e-3)
+    assert found.verdict.endswith("Converges: Picard.")
+    found = dataclasses.replace(found, serial=26e-3)
+    assert found.verdict.endswith("not to be faster than Serial() here: Picard. Take Serial().")
 
 
 def recurrent(batch=16, width=8):
@@ -127,7 +161,7 @@ def test_what_is_predicted_is_what_is_taken(name):
             assert abs(r.adjoint_iterations - int(stats.iterations)) <= 2
     if name == "recurrent":  # it forgets, and sweeps do not converge
         assert [r.converges for r in found.rehearsals] == [False, False, True]
-        assert found.verdict.endswith("Converges: Newton. Does not: Picard, MGRIT.")
+        assert "Converges: Newton. Does not: Picard, MGRIT." in found.verdict
         text = str(found)
         assert repr(found) == text and text.startswith("64 layers, measured on 4 examples\n")
         assert (

@@ -220,6 +220,12 @@ def test_classes_are_abstract_or_final():
 
 
 def test_jax_is_used_by_its_public_names():
+    """Messages of mpi4jax are an effect, and what an effect may be in has no public name."""
+    (allowed,) = (
+        f"{name}, line {node.lineno}"
+        for name, node in nodes(ast.ImportFrom)
+        if name == "lp_jax._comms._mpi" and ast.unparse(node) == "from jax._src import effects"
+    )
     found = [
         f"{name}, line {node.lineno}"
         for name, node in nodes((ast.Attribute, ast.Import, ast.ImportFrom))
@@ -230,7 +236,7 @@ def test_jax_is_used_by_its_public_names():
             and any(a.name in ("_src", "jax._src") for a in node.names)
         )
     ]
-    assert not found
+    assert found == [allowed]
 
 
 def test_values_reach_other_workers_in_one_place():

@@ -30,7 +30,6 @@ from lp_jax.train import _checkpoint
 from lp_jax.train._controller import gradient_error
 from lp_jax.train._divergence import convergence_warning
 from lp_jax.train._log import flat, read_rows, unflat
-from lp_jax.train._step import replicate_rest
 
 # optax's Adam raises floats to an integer step count
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -228,6 +227,33 @@ def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(state, tmp_path):
     assert timeless(read_rows(path)) == timeless(read_rows(tmp_path / "whole.jsonl"))
 
 
+def test_runs_in_one_log_keep_their_rows(state, tmp_path):
+    """A second run adds its rows, also behind a line that was cut off; going on removes rows of that run only."""
+    path = tmp_path / "metrics.jsonl"
+    _, log = run(state, 2, log=train.Log(path))
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    first = list(log.rows)
+    second = train.init_state(initial_params(), OPTIMIZER)
+    _, log = run(second, 1, log=train.Log(path))
+    assert log.rows[: len(first)] == first == list(read_rows(path))[: len(first)]
+    steps = [row["step"] for row in log.of("train")]
+    assert steps == [1, 2, 3, 4, 5, 6, 1, 2, 3] and log.rows[-1]["time"] < first[-1]["time"]
+    log.rewind(1)
+    assert [row["step"] for row in log.of("train")] == [1, 2, 3, 4, 5, 6, 1]
+
+
+def test_a_solve_that_did_what_was_asked_is_no_warning():
+    for result, text in lp_jax.RESULTS.items():
+        warning = convergence_warning("forward", (), result=result)
+        if text.startswith(
+            ("done", "one layer after another", "the state is not finite")
+        ):  # an error
+            assert warning is None
+        else:
+            assert text in warning
+
+
 def test_a_checkpoint_of_another_model_is_refused(state, tmp_path):
     wider = train.init_state(state.params | {"closing": jnp.zeros((4, 1))}, OPTIMIZER)
     with checkpoints(tmp_path) as saved:
@@ -409,14 +435,16 @@ def test_a_checkpoint_moves_between_numbers_of_devices(tmp_path):
         layers, everywhere = (jax.NamedSharding(mesh, spec) for spec in (jax.P("layers"), jax.P()))
         params = initial_params(seed=devices)
         where = {"trunk": layers, "closing": everywhere} if devices > 1 else jax.devices()[0]
-        return replicate_rest(train.init_state(jax.device_put(params, where), OPTIMIZER))
+        return train.init_state(jax.device_put(params, where), OPTIMIZER)
 
     state = wanted = placed(1)
     for step, devices in enumerate((2, 4, 1), 1):
         with checkpoints(tmp_path) as saved:
             saved.save(state._replace(step=jnp.int32(step)))
             state = saved.restore(placed(devices))
-        assert state.params["trunk"][0].sharding.num_devices == devices
+        assert {x.sharding.num_devices for x in jax.tree.leaves(state)} == {
+            devices
+        }  # for one program
         same(state.params, wanted.params)
         same(state.opt_state, wanted.opt_state)
 
