@@ -102,8 +102,8 @@ def _in_sizes(y: jax.Array, part: jax.Array, size: jax.Array, *more: jax.Array) 
     dtype = _tree.real_dtype(y, at_least=jnp.float32)
     size = jnp.maximum(size, jnp.abs(y)).astype(dtype)
     shares = [x.astype(dtype) / jnp.where(size > 0, size, 1) for x in (part, size, *more)]
-    # where all states are zero, a change is as large as can be
-    return [jnp.where((size > 0) | (x == 0), x, jnp.inf) for x in shares]
+    # a change to where all states are zero is as large as what it changes
+    return [jnp.where((size > 0) | (x == 0) | jnp.isinf(x), x, 1) for x in shares]
 
 
 def _mean_square(x: jax.Array) -> jax.Array:
@@ -111,8 +111,8 @@ def _mean_square(x: jax.Array) -> jax.Array:
 
 
 def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a / b``; nothing of nothing is nothing, and what is not finite is infinite."""
-    ratio = jnp.where(a == 0, 0, a / b)
+    """``a / b``, or ``a`` of nothing; what is not finite is infinite."""
+    ratio = jnp.where(b > 0, a / b, a)
     return jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
 
 

@@ -328,7 +328,10 @@ def iterate(
             met, goal, errors = norm <= atol, atol, errors.at[at.done].set(norm)
         if solver.rtol is not None:
             found, rtol = compared(at.state, state, residual), jnp.asarray(solver.rtol, dtype)
-            first = _tree.where(at.done == 0, found[1], first)
+            # a component may be zero until another one has moved it
+            first = jax.tree.map(
+                lambda x, size: jnp.where((at.done == 0) | (x == 0), size, x), first, found[1]
+            )
             last = error_of_residuals(y0, found[0], first).astype(dtype)
             errors = errors.at[at.done].set(last)
             if isinstance(found, Changes):
