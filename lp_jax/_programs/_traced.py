@@ -13,6 +13,7 @@ from jax.extend import core
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import Processor, footprint, processor
 from lp_jax._arrays._outer import has_few
+from lp_jax._arrays._products import exchanged_over
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Which
 from lp_jax._comms._comm import OneDevice, common_unit
 from lp_jax._levels._layer import Hoisted, LayerStep, Signature, Traced, needs_its_trace, signature
@@ -186,7 +187,9 @@ def trace(
         single_example=single is not None,
     )
     slots, strides = (
-        workers.fit(common_unit(solvers, steps)),
+        dataclasses.replace(
+            workers.fit(common_unit(solvers, steps)), exchanged=exchanged_over(tracing.programs)
+        ),
         [solver.stride(steps) for solver in solvers],
     )
     arrays = Arrays(slices, y0, seen_by_all, solver=solvers[0], adjoint_solver=solvers[-1])
