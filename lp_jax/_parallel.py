@@ -196,7 +196,7 @@ class _Rules:
             called = functools.partial(self.run, p["jaxpr"].jaxpr, p["jaxpr"].consts)
             solved = jax.make_jaxpr(called)(*(v.aval for v in eqn.invars))
             return bind(eqn.replace(params=p | {"jaxpr": solved}), ins)
-        return anew(eqn, ins, self._operation)
+        return anew(eqn, ins, lambda: self._operation)
 
     def _scan(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if not all(

@@ -22,8 +22,13 @@ def evaluate(
     """Evaluate a program, with each operation's scopes, place in the source, and mesh."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
+    here = jax.sharding.get_abstract_mesh()
+
     def read(v: Any) -> Any:
-        return v.val if isinstance(v, core.Literal) else env[v]
+        if not isinstance(v, core.Literal):
+            return env[v]
+        typed = array_type(v)  # also numbers have a type with a mesh
+        return v.val if typed.sharding.mesh in (here, _NOWHERE) else np.asarray(v.val, typed.dtype)
 
     for eqn in jaxpr.eqns:
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -33,6 +38,9 @@ def evaluate(
         ):
             env.update(zip(eqn.outvars, operation(eqn, [read(v) for v in eqn.invars]), strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+_NOWHERE = AbstractMesh((), ())
 
 
 def bind(eqn: core.JaxprEqn, ins: Sequence[Any]) -> Sequence[Any]:
@@ -48,7 +56,7 @@ def bind(eqn: core.JaxprEqn, ins: Sequence[Any]) -> Sequence[Any]:
     # vmap of a constraint asks for a place on axes of the compiler, where none is left, too
     void = nothing_free and any(e.primitive.name == "sharding_constraint" for e in walk([eqn]))
     if inside(eqn) and (void or [*map(_tree.varying_axes, ins)] != kinds):
-        return anew(eqn, _tree.varying(tuple(ins), tuple(ins)), bind)
+        return anew(eqn, _tree.varying(tuple(ins), tuple(ins)), lambda: bind)
     if void:
         return ins
     out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(p))
@@ -67,7 +75,7 @@ def moved(home: AbstractMesh, operation: Operation = bind) -> Operation:
     def there(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         with jax.sharding.use_abstract_mesh(here):
             if inside(eqn):
-                return anew(eqn, ins, there)
+                return anew(eqn, ins, lambda: moved(home, operation))
             if eqn.primitive.name in _PLACED:
                 return [_constrained(x, eqn.params) for x in ins]
             kept = {k: None if isinstance(v, Sharding) else v for k, v in eqn.params.items()}
@@ -94,13 +102,13 @@ def _constrained(x: jax.Array, p: dict[str, Any]) -> jax.Array:
     return lax.with_sharding_constraint(x, PartitionSpec(*map(left, spec)))
 
 
-def anew(eqn: core.JaxprEqn, ins: Sequence[Any], operation: Operation) -> Sequence[Any]:
-    """An operation with programs in it, which are traced again: what their operations do is up to ``operation``."""
+def anew(eqn: core.JaxprEqn, ins: Sequence[Any], begin: Callable[[], Operation]) -> Sequence[Any]:
+    """An operation with programs in it, which are traced again. What their operations do says ``begin()``, called in each."""
     name, p = eqn.primitive.name, eqn.params
 
     def function(program: Any) -> Callable[..., list[Any]]:
         closed = program if isinstance(program, core.ClosedJaxpr) else core.ClosedJaxpr(program, ())
-        return lambda *args: evaluate(closed.jaxpr, closed.consts, args, operation)
+        return lambda *args: evaluate(closed.jaxpr, closed.consts, args, begin())
 
     if name == "scan":
         (consts, carries), body = scan_parts(eqn), function(p["jaxpr"])
@@ -130,7 +138,7 @@ def anew(eqn: core.JaxprEqn, ins: Sequence[Any], operation: Operation) -> Sequen
         options["mesh"] = here if here.manual_axes else p["mesh"]
         spread = jax.shard_map(function(p["jaxpr"]), **options, out_specs=[*p["out_specs"]])
         return jax.jit(spread)(*ins)  # outside of jit, JAX has no symbolic zeros within one
-    if name == "linear_solve":
+    if name == "custom_linear_solve":
         ends = [0, *itertools.accumulate(p["const_lengths"])]
         matvec, _, solve, back = (
             program and functools.partial(function(program), *ins[start:end])
@@ -143,7 +151,7 @@ def anew(eqn: core.JaxprEqn, ins: Sequence[Any], operation: Operation) -> Sequen
             back and (lambda _, b: back(*b)),
         )
     if name.startswith(("custom_jvp", "custom_vjp")):
-        return _with_its_rule(eqn, function(p["call_jaxpr"]), operation)(*ins)
+        return _with_its_rule(eqn, function(p["call_jaxpr"]), begin)(*ins)
     if not called(eqn):
         return bind(eqn, ins)
     program = function(next(p[key] for key in ("jaxpr", "call_jaxpr", "call") if key in p))
@@ -153,7 +161,7 @@ def anew(eqn: core.JaxprEqn, ins: Sequence[Any], operation: Operation) -> Sequen
 
 
 def _with_its_rule(
-    eqn: core.JaxprEqn, function: Callable[..., list[Any]], operation: Operation
+    eqn: core.JaxprEqn, function: Callable[..., list[Any]], begin: Callable[[], Operation]
 ) -> Callable[..., Sequence[Any]]:
     """A function with a derivative rule of its own.
 
@@ -169,7 +177,7 @@ def _with_its_rule(
 
     def here(program: tuple[core.ClosedJaxpr, Any], *operands: PyTree) -> PyTree:
         (closed, structure), leaves = program, jax.tree.leaves(operands)
-        values = evaluate(closed.jaxpr, closed.consts, leaves, operation)
+        values = evaluate(closed.jaxpr, closed.consts, leaves, begin())
         return jax.tree.unflatten(structure, values)
 
     def as_it_was(combine: Callable[..., PyTree], new: list[Any]) -> tuple[list[Any], list[Any]]:
