@@ -15,8 +15,8 @@ from jax.extend import core, source_info_util
 
 from lp_jax._arrays import _products, _tree
 from lp_jax._arrays._at_once import footprint
-from lp_jax._arrays._evaluate import anew, bind, evaluate, moved
-from lp_jax._arrays._products import Operation
+from lp_jax._arrays._place import at_home
+from lp_jax._arrays._products import Operation, bind, evaluate
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
@@ -192,11 +192,35 @@ class _Rules:
             return bind(eqn, ins)
         if name == "scan":
             return self._scan(eqn, ins)
-        if name in ("jit", "pjit") and self.tell is None:
-            called = functools.partial(self.run, p["jaxpr"].jaxpr, p["jaxpr"].consts)
+        if name in ("jit", "pjit", "closed_call"):
+            program = p["call_jaxpr" if name == "closed_call" else "jaxpr"]
+            called = functools.partial(self.run, program.jaxpr, program.consts)
+            if name == "closed_call" or self.tell is not None:
+                return called(*ins)
             solved = jax.make_jaxpr(called)(*(v.aval for v in eqn.invars))
-            return bind(eqn.replace(params=p | {"jaxpr": solved}), ins)
-        return anew(eqn, ins, lambda: self._operation)
+            return eqn.primitive.bind(*ins, **{**p, "jaxpr": solved})
+        if name == "cond":
+            branches = [
+                functools.partial(self.run, branch.jaxpr, branch.consts) for branch in p["branches"]
+            ]
+            return lax.switch(ins[0], branches, *ins[1:])
+        if name == "while":
+            start, end = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+            condition, body = core.jaxpr_as_fun(p["cond_jaxpr"]), p["body_jaxpr"]
+            return lax.while_loop(
+                lambda carry: condition(*ins[:start], *carry)[0],
+                lambda carry: tuple(self.run(body.jaxpr, body.consts, *ins[start:end], *carry)),
+                tuple(ins[end:]),
+            )
+        inside = functools.partial(self.run, p["jaxpr"], ())
+        if name == "shard_map":
+            axes = p.get("newly_manual_axes", p.get("manual_axes"))  # the latter before jax 0.10.2
+            options = {key: p[key] for key in ("mesh", "in_specs", "check_vma")} | {
+                "axis_names": axes
+            }
+            spread = jax.shard_map(inside, **options, out_specs=[*p["out_specs"]])
+            return jax.jit(spread)(*ins)  # outside of jit, JAX has no symbolic zeros within one
+        return jax.checkpoint(inside, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
 
     def _scan(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if not all(
@@ -209,15 +233,11 @@ class _Rules:
         def body(
             carry: list[Any], x: list[Any], evaluated: Operation | None = None
         ) -> tuple[list[Any], list[Any]]:
-            out = evaluate(
-                program.jaxpr, program.consts, [*consts, *carry, *x], evaluated or moved(home)
-            )
+            out = at_home(program, home, [*consts, *carry, *x], evaluated or bind)
             return out[:carries], out[carries:]
 
-        given, home = (
-            (init, xs, eqn.params["length"], eqn.params["reverse"]),
-            jax.sharding.get_abstract_mesh(),
-        )
+        given = init, xs, eqn.params["length"], eqn.params["reverse"]
+        home = jax.sharding.get_abstract_mesh()
         about, solvers = self._decide(eqn, (body, *given))
         out = None
         if solvers is not None:

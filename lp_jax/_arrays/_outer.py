@@ -12,8 +12,8 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh
 
-from lp_jax._arrays._evaluate import bind, evaluate, moved
-from lp_jax._arrays._products import array_type, walk
+from lp_jax._arrays._place import at_home
+from lp_jax._arrays._products import array_type, bind, evaluate, walk
 
 # of ``dot_general``: the axes that are summed over, and those of a batch, in both operands
 DimensionNumbers = tuple[
@@ -26,7 +26,7 @@ def with_few_terms(
 ) -> Callable[..., list[jax.Array]]:
     """Turn a program into a function; products of at most ``terms`` rows with a matrix sum outer products for its gradient.
 
-    ``home`` is the mesh that it was traced on, if that may be another one than the caller's.
+    ``home`` is the mesh that it was traced on, by default that of the caller.
     """
 
     def operation(equation: core.JaxprEqn, operands: list[jax.Array]) -> Sequence[jax.Array]:
@@ -37,8 +37,8 @@ def with_few_terms(
             return evaluate(inner.jaxpr, inner.consts, operands, operation)
         return bind(equation, operands)
 
-    moving = operation if home is None else moved(home, operation)
-    return lambda *arguments: evaluate(program.jaxpr, program.consts, arguments, moving)
+    home = jax.sharding.get_abstract_mesh() if home is None else home
+    return lambda *arguments: at_home(program, home, arguments, operation)
 
 
 def has_few(program: core.Jaxpr, terms: int, *, least: int = 1) -> bool:

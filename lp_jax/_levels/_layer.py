@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import Footprint
 from lp_jax._arrays._outer import with_few_terms
+from lp_jax._arrays._place import placed_here, retyped
 from lp_jax._arrays._products import following, walk
 from lp_jax._arrays._types import Layer, PyTree, Shared, Slices, State, Static, Step, Which
 
@@ -30,7 +31,6 @@ class Hoisted:
 
     jaxpr: core.Jaxpr
     positions: tuple[int, ...]  # of its constants among the values that are closed over
-    home: AbstractMesh  # on which it was traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,7 @@ class LayerStep:
     hoisted: tuple[
         tuple[Signature, Hoisted], ...
     ] = ()  # by the state's signature, if it closes over traced values
+    home: AbstractMesh = AbstractMesh((), ())  # on which it was traced
     in_place: bool = False  # whether its code must run in every trace: see `needs_its_trace`
 
     def __call__(self, u: State, x: Slices, shared: PyTree) -> PyTree:
@@ -66,15 +67,17 @@ class LayerStep:
         if self.in_place:
             out = self(u, x, shared[0])
         else:
-            mesh = jax.sharding.get_abstract_mesh()  # JAX does not treat None as an empty one
-            with jax.sharding.use_abstract_mesh(mesh):
+            here = jax.sharding.get_abstract_mesh()
+            explicit = self.home.explicit_axes and not self.hoisted
+            home, like = (here if explicit else self.home), (u, x, shared[0])
+            with jax.sharding.use_abstract_mesh(home):
                 if self.hoisted:
                     hoisted = dict(self.hoisted)[signature(u)]
                     constants = _tree.with_fresh_keys([shared[1][i] for i in hoisted.positions])
                     program = core.ClosedJaxpr(hoisted.jaxpr, constants)
-                    home = hoisted.home
                 else:
-                    program, home = jax.make_jaxpr(self)(u, x, shared[0]), mesh
+                    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+                    program = jax.make_jaxpr(self)(*(like if here == home else shapes))
             evaluated = with_few_terms(program, self.terms, home)
             out = jax.tree.unflatten(self.structure, evaluated(*jax.tree.leaves((u, x, shared[0]))))
         u_next, emitted = out if self.has_aux else (out, None)
@@ -141,7 +144,7 @@ class Linearised:
         """Return the next state, aux, and the arrays to keep."""
         u_next, pullback, aux = self._vjp(u, x, shared)
         leaves = jax.tree.leaves(pullback)
-        return u_next, aux, [leaves[i] for i in self._from_state(u, x, shared)]
+        return u_next, aux, [placed_here(leaves[i]) for i in self._from_state(u, x, shared)]
 
     def transpose(
         self, u: State, x: Slices, shared: PyTree, kept: Sequence[jax.Array]
@@ -154,7 +157,7 @@ class Linearised:
         _, pullback, _ = self._vjp(u, x, shared)
         leaves, structure = jax.tree.flatten(pullback)
         for i, value in zip(self._from_state(u, x, shared), kept, strict=True):
-            leaves[i] = value
+            leaves[i] = retyped(value, jax.typeof(leaves[i]).sharding)
         pull: Callable[[State], tuple[State, list[jax.Array], list[jax.Array]]] = (
             jax.tree.unflatten(structure, leaves)
         )

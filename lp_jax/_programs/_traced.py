@@ -248,7 +248,8 @@ class _Tracing:
             raise
         self.programs.append(closed.jaxpr)
         _inputs.step_output(out, u, problem.has_aux)
-        step = dataclasses.replace(step, structure=jax.tree.structure(out))
+        home = jax.sharding.get_abstract_mesh()
+        step = dataclasses.replace(step, structure=jax.tree.structure(out), home=home)
         placed = problem.comm != OneDevice() and any(
             isinstance(c, jax.Array) and not jax.typeof(c).sharding.mesh.empty
             for c in closed.consts
@@ -261,8 +262,7 @@ class _Tracing:
             positions.append(known[0] if known else len(self.closed_over))
             if not known:
                 self.closed_over.append(constant)
-        home = jax.sharding.get_abstract_mesh()
-        return step, Hoisted(closed.jaxpr, tuple(positions), home)
+        return step, Hoisted(closed.jaxpr, tuple(positions))
 
 
 def _single_example(
