@@ -23,10 +23,9 @@ def at_home(
     here, inner = jax.sharding.get_abstract_mesh(), program.jaxpr
     if here == home:
         return evaluate(inner, program.consts, args, operation)
-    consts, args = (
-        [retyped(x, array_type(v).sharding) for x, v in zip(values, variables, strict=True)]
-        for values, variables in ((program.consts, inner.constvars), (args, inner.invars))
-    )
+    variables, n = [*inner.constvars, *inner.invars], len(program.consts)
+    pairs = zip([*program.consts, *args], variables, strict=True)
+    values = [retyped(x, array_type(v).sharding) for x, v in pairs]
 
     def unconstrained(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name in ("jit", "pjit"):
@@ -35,13 +34,14 @@ def at_home(
         return ins if eqn.primitive.name == "sharding_constraint" else operation(eqn, ins)
 
     # without axes of the compiler, JAX has no rule for a constraint under vmap
-    out = evaluate(inner, consts, args, operation if here.auto_axes else unconstrained)
+    out = evaluate(inner, values[:n], values[n:], operation if here.auto_axes else unconstrained)
     return list(map(placed_here, out))
 
 
 def placed_here(x: Any) -> Any:
     """The array, with a type of the caller's mesh."""
-    return retyped(x, NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec()))
+    nowhere = PartitionSpec(*[None] * jax.typeof(x).ndim)
+    return retyped(x, NamedSharding(jax.sharding.get_abstract_mesh(), nowhere))
 
 
 def retyped(x: Any, place: NamedSharding) -> Any:
@@ -54,20 +54,14 @@ def retyped(x: Any, place: NamedSharding) -> Any:
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int], place: NamedSharding) -> tuple[Any, int]:
-    (x,), (axis,) = operands, axes
-    spec = [*place.spec, *[None] * (x.ndim - 1 - len(place.spec))]
-    spec = PartitionSpec(*spec[:axis], None, *spec[axis:])
-    return retyped(x, NamedSharding(place.mesh, spec)), axis
-
-
-def _type(x: Any, place: NamedSharding) -> Any:
-    spec = [*place.spec, *[None] * (x.ndim - len(place.spec))]
-    return x.update(sharding=NamedSharding(place.mesh, PartitionSpec(*spec)))
+    (x,), spec = operands, [*place.spec]
+    spec.insert(axes[0], None)
+    return retyped(x, NamedSharding(place.mesh, PartitionSpec(*spec))), axes[0]
 
 
 _retyped = core.Primitive("retyped")
 _retyped.def_impl(lambda x, place: x)
-_retyped.def_abstract_eval(_type)
+_retyped.def_abstract_eval(lambda x, place: x.update(sharding=place))
 mlir.register_lowering(_retyped, lambda context, x, place: [x])
 ad.deflinear2(_retyped, lambda cotangent, x, place: [retyped(cotangent, x.aval.sharding)])
 batching.primitive_batchers[_retyped] = _batch

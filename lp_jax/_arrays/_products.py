@@ -82,8 +82,7 @@ def exchanged_over(programs: Sequence[core.Jaxpr]) -> tuple[str, ...]:
         for program in programs
         for equation in walk(program.eqns)
         if equation.primitive.name not in ("axis_index", "pvary")
-        for key in ("axes", "axis_name")
-        for axis in jax.tree.leaves(equation.params.get(key))
+        for axis in jax.tree.leaves([equation.params.get(key) for key in ("axes", "axis_name")])
     }
     return tuple(filter(named.__contains__, jax.sharding.get_abstract_mesh().manual_axes))
 

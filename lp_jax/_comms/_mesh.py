@@ -295,6 +295,15 @@ def same_over(x: jax.Array, varying: frozenset[Hashable]) -> jax.Array:
     return x
 
 
+def anywhere(flag: jax.Array, workers: Workers) -> jax.Array:
+    """Whether a flag is set on any of the devices that steps exchange something with.
+
+    They wait for each other in every evaluation, so all of them take as many turns of a loop as the slowest one.
+    """
+    axes = workers.exchanged
+    return lax.psum(flag.astype(jnp.int32), axes) > 0 if axes else flag
+
+
 def _sum(tree: PyTree, axis: Hashable) -> PyTree:
     """Sum over an axis, in at least single precision: XLA ends a process on a CPU that sums bfloat16 over one of several axes."""
     return _tree.narrow(lax.psum(_tree.wide(tree), axis), tree)

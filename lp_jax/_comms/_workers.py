@@ -48,15 +48,6 @@ class Workers(abc.ABC):
     processor: Processor = dataclasses.field(default=CPU, kw_only=True)
     exchanged: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
-    def anywhere(self, flag: jax.Array) -> jax.Array:
-        """Whether a flag is set on any of the devices that steps exchange something with.
-
-        They wait for each other in every evaluation, so all of them take as many turns of a loop as the slowest one.
-        """
-        if not self.exchanged:
-            return flag
-        return lax.psum(flag.astype(jnp.int32), self.exchanged) > 0
-
     @abc.abstractmethod
     def index(self) -> int | jax.Array:
         """Return the number of this worker: an int, or traced where one program serves workers with equally many slots."""

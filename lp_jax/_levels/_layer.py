@@ -47,7 +47,9 @@ class LayerStep:
     hoisted: tuple[
         tuple[Signature, Hoisted], ...
     ] = ()  # by the state's signature, if it closes over traced values
-    home: AbstractMesh = AbstractMesh((), ())  # on which it was traced
+    home: AbstractMesh | None = (
+        None  # that it is traced on; None for the mesh of whoever evaluates it
+    )
     in_place: bool = False  # whether its code must run in every trace: see `needs_its_trace`
 
     def __call__(self, u: State, x: Slices, shared: PyTree) -> PyTree:
@@ -68,8 +70,7 @@ class LayerStep:
             out = self(u, x, shared[0])
         else:
             here = jax.sharding.get_abstract_mesh()
-            explicit = self.home.explicit_axes and not self.hoisted
-            home, like = (here if explicit else self.home), (u, x, shared[0])
+            home, like = self.home or here, (u, x, shared[0])
             with jax.sharding.use_abstract_mesh(home):
                 if self.hoisted:
                     hoisted = dict(self.hoisted)[signature(u)]
@@ -206,5 +207,8 @@ class Linearised:
 
         jaxpr = jax.make_jaxpr(residuals)(u, x, shared).jaxpr
         states = jaxpr.invars[: len(jax.tree.leaves(u))]
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "retyped" and equation.invars[0] in states:
+                states = [*states, *equation.outvars]
         follows = following(jaxpr, [v in states for v in jaxpr.invars])
         return [i for i, v in enumerate(jaxpr.outvars) if follows[i] and v not in states]

@@ -250,11 +250,11 @@ class _Tracing:
         _inputs.step_output(out, u, problem.has_aux)
         home = jax.sharding.get_abstract_mesh()
         step = dataclasses.replace(step, structure=jax.tree.structure(out), home=home)
-        placed = problem.comm != OneDevice() and any(
-            isinstance(c, jax.Array) and not jax.typeof(c).sharding.mesh.empty
-            for c in closed.consts
-        )
-        if not placed and not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
+        spread = problem.comm != OneDevice()
+        if not any(
+            isinstance(c, jax.core.Tracer) or (spread and _tree.explicit(c)) for c in closed.consts
+        ):
+            step = dataclasses.replace(step, home=None if home.explicit_axes else home)
             return dataclasses.replace(step, in_place=needs_its_trace(closed, u, x, shared)), None
         positions = []
         for constant in closed.consts:

@@ -14,6 +14,7 @@ from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, Slices, State, Transfer
+from lp_jax._comms._mesh import anywhere
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._result import DONE, FELL_BACK, of_norms
@@ -318,7 +319,7 @@ def iterate(
         )  # else a NaN ends it
         if solver.fallback:
             wanted &= ~hopeless(at.errors, at.done, solver.rtol if series and corrections else None)
-        return workers.anywhere((at.done < cycles) & ((at.done == 0) | wanted))
+        return anywhere((at.done < cycles) & ((at.done == 0) | wanted), workers)
 
     def body(at: Progress) -> Progress:
         state, squares = solver.improve(levels, at.state)
@@ -367,7 +368,7 @@ def iterate(
             last = end.norms[end.done - 1]
             least = jnp.minimum(largest, fine.in_units(workers.sum(rounding_of(fine, u))))
             met |= (last > 0) & (last <= ROUNDING * least)
-        met = ~workers.anywhere(~met)
+        met = ~anywhere(~met, workers)
         # a loop of at most one turn: under vmap a cond would always propagate serially
         u, _ = lax.while_loop(
             lambda carry: ~carry[1],
