@@ -15,6 +15,7 @@ from jax.extend import core, source_info_util
 
 from lp_jax._arrays import _products, _tree
 from lp_jax._arrays._at_once import footprint
+from lp_jax._arrays._place import at_home
 from lp_jax._arrays._products import Operation, bind, evaluate
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._comm import Comm
@@ -239,12 +240,11 @@ class _Rules:
         def body(
             carry: list[Any], x: list[Any], evaluated: Operation | None = None
         ) -> tuple[list[Any], list[Any]]:
-            out = evaluate(
-                program.jaxpr, program.consts, [*consts, *carry, *x], evaluated or _in_a_solve()
-            )
+            out = at_home(program, home, [*consts, *carry, *x], evaluated or bind)
             return out[:carries], out[carries:]
 
         given = init, xs, eqn.params["length"], eqn.params["reverse"]
+        home = jax.sharding.get_abstract_mesh()
         about, solvers = self._decide(eqn, (body, *given))
         out = None
         if solvers is not None:
@@ -318,19 +318,6 @@ class _Rules:
         ):  # there it is unrolled
             return left("nothing is faster", problem=problem, seconds=seconds)
         return about._replace(takes=str(taken[0]), problem=problem, seconds=seconds), solvers
-
-
-def _in_a_solve() -> Operation:
-    """Operations as they were, on the mesh of the solve that calls this."""
-    mesh = jax.sharding.get_abstract_mesh()
-
-    def operation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        with jax.sharding.use_abstract_mesh(mesh):
-            if eqn.primitive.name == "sharding_constraint" and eqn.params["layout"] is None:
-                return [lax.with_sharding_constraint(ins[0], eqn.params["sharding"])]
-            return bind(eqn, ins)
-
-    return operation
 
 
 def _source(eqn: core.JaxprEqn) -> str:

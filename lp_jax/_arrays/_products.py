@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core, source_info_util
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -72,6 +73,18 @@ def walk(
         if into is None or equation.primitive.name in into:
             for program in inside(equation):
                 yield from walk(program.eqns, into)
+
+
+def exchanged_over(programs: Sequence[core.Jaxpr]) -> tuple[str, ...]:
+    """Axes of a ``shard_map`` over which programs exchange something."""
+    named = {
+        axis
+        for program in programs
+        for equation in walk(program.eqns)
+        if equation.primitive.name not in ("axis_index", "pvary")
+        for axis in jax.tree.leaves([equation.params.get(key) for key in ("axes", "axis_name")])
+    }
+    return tuple(filter(named.__contains__, jax.sharding.get_abstract_mesh().manual_axes))
 
 
 def scan_parts(equation: core.JaxprEqn) -> tuple[int, int]:

@@ -39,12 +39,14 @@ class Workers(abc.ABC):
         held: number of slots for layers on each worker. Workers without layers come last.
         sequential: how a level is solved step after step: "relay", "gather" or "auto".
         processor: limits of their devices, by `Comm.platform`.
+        exchanged: axes of the caller's ``shard_map`` over which the step itself exchanges something.
     """
 
     layers: int
     held: tuple[int, ...]
     sequential: str
     processor: Processor = dataclasses.field(default=CPU, kw_only=True)
+    exchanged: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
     @abc.abstractmethod
     def index(self) -> int | jax.Array:

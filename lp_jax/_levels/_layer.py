@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.sharding import AbstractMesh
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import Footprint
 from lp_jax._arrays._outer import with_few_terms
+from lp_jax._arrays._place import placed_here, retyped
 from lp_jax._arrays._products import following, walk
 from lp_jax._arrays._types import Layer, PyTree, Shared, Slices, State, Static, Step, Which
 
@@ -45,6 +47,9 @@ class LayerStep:
     hoisted: tuple[
         tuple[Signature, Hoisted], ...
     ] = ()  # by the state's signature, if it closes over traced values
+    home: AbstractMesh | None = (
+        None  # that it is traced on; None for the mesh of whoever evaluates it
+    )
     in_place: bool = False  # whether its code must run in every trace: see `needs_its_trace`
 
     def __call__(self, u: State, x: Slices, shared: PyTree) -> PyTree:
@@ -64,18 +69,18 @@ class LayerStep:
         if self.in_place:
             out = self(u, x, shared[0])
         else:
-            mesh = jax.sharding.get_abstract_mesh()  # JAX does not treat None as an empty one
-            with jax.sharding.use_abstract_mesh(mesh):
+            here = jax.sharding.get_abstract_mesh()
+            home, like = self.home or here, (u, x, shared[0])
+            with jax.sharding.use_abstract_mesh(home):
                 if self.hoisted:
                     hoisted = dict(self.hoisted)[signature(u)]
                     constants = _tree.with_fresh_keys([shared[1][i] for i in hoisted.positions])
                     program = core.ClosedJaxpr(hoisted.jaxpr, constants)
                 else:
-                    program = jax.make_jaxpr(self)(u, x, shared[0])
-            evaluate = (
-                with_few_terms(program, self.terms) if self.terms else core.jaxpr_as_fun(program)
-            )
-            out = jax.tree.unflatten(self.structure, evaluate(*jax.tree.leaves((u, x, shared[0]))))
+                    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+                    program = jax.make_jaxpr(self)(*(like if here == home else shapes))
+            evaluated = with_few_terms(program, self.terms, home)
+            out = jax.tree.unflatten(self.structure, evaluated(*jax.tree.leaves((u, x, shared[0]))))
         u_next, emitted = out if self.has_aux else (out, None)
         if layers is not None:
             u_next = _tree.where(x.index < layers, u_next, u)
@@ -140,7 +145,7 @@ class Linearised:
         """Return the next state, aux, and the arrays to keep."""
         u_next, pullback, aux = self._vjp(u, x, shared)
         leaves = jax.tree.leaves(pullback)
-        return u_next, aux, [leaves[i] for i in self._from_state(u, x, shared)]
+        return u_next, aux, [placed_here(leaves[i]) for i in self._from_state(u, x, shared)]
 
     def transpose(
         self, u: State, x: Slices, shared: PyTree, kept: Sequence[jax.Array]
@@ -153,7 +158,7 @@ class Linearised:
         _, pullback, _ = self._vjp(u, x, shared)
         leaves, structure = jax.tree.flatten(pullback)
         for i, value in zip(self._from_state(u, x, shared), kept, strict=True):
-            leaves[i] = value
+            leaves[i] = retyped(value, jax.typeof(leaves[i]).sharding)
         pull: Callable[[State], tuple[State, list[jax.Array], list[jax.Array]]] = (
             jax.tree.unflatten(structure, leaves)
         )
@@ -202,5 +207,8 @@ class Linearised:
 
         jaxpr = jax.make_jaxpr(residuals)(u, x, shared).jaxpr
         states = jaxpr.invars[: len(jax.tree.leaves(u))]
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "retyped" and equation.invars[0] in states:
+                states = [*states, *equation.outvars]
         follows = following(jaxpr, [v in states for v in jaxpr.invars])
         return [i for i, v in enumerate(jaxpr.outvars) if follows[i] and v not in states]

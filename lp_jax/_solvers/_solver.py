@@ -14,6 +14,7 @@ from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Slices, State, Transfer
+from lp_jax._comms._mesh import anywhere
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level, Residual, largest
 from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, NOT_CONVERGED, of_norms
@@ -317,15 +318,15 @@ def iterate(
         wanted = ~at.met & (jnp.isfinite(at.errors[at.done - 1]) | solver.recovers)
         if solver.fallback:
             wanted &= ~hopeless(at.errors, at.done, at.goal if solver.errors_fall_fast else None)
-        return (at.done < cycles) & ((at.done == 0) | wanted)
+        return anywhere((at.done < cycles) & ((at.done == 0) | wanted), workers)
 
     def body(at: Progress) -> Progress:
         state, residual = solver.improve(levels, at.state)
         squares = at.squares.at[at.done].set(residual.total.astype(dtype))
-        met, goal, first, errors = jnp.asarray(False), at.goal, at.first, at.errors
+        met, goal, first, errors = at.met, at.goal, at.first, at.errors
         if solver.atol is not None:
             norm, atol = fine.norm(residual).astype(dtype), jnp.asarray(solver.atol, dtype)
-            met, goal, errors = norm <= atol, atol, errors.at[at.done].set(norm)
+            met, goal, errors = met | (norm <= atol), atol, errors.at[at.done].set(norm)
         if solver.rtol is not None:
             found, rtol = compared(at.state, state, residual), jnp.asarray(solver.rtol, dtype)
             # a component may be zero until another one has moved it
@@ -349,6 +350,7 @@ def iterate(
     end = body(begin) if cycles == 1 else lax.while_loop(unfinished, body, begin)
     u, met = solver.c_points(levels, end.state), end.met
     if solver.fallback:
+        met = ~anywhere(~met, workers)
         # a loop of at most one turn: under vmap a cond would always propagate serially
         u, _ = lax.while_loop(
             lambda carry: ~carry[1],

@@ -1,0 +1,67 @@
+"""Programs that were traced on another mesh than the one on which they are evaluated."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from lp_jax._arrays._products import Operation, array_type, evaluate
+
+
+def at_home(
+    program: core.ClosedJaxpr, home: AbstractMesh, args: Sequence[Any], operation: Operation
+) -> list[Any]:
+    """Evaluate a program as where it was traced, on the mesh ``home``.
+
+    The types of its operations, of all programs within, and of derivative rules that JAX traces later hold that mesh. JAX
+    refuses them beside the types of a ``shard_map``. So the arguments are given the types that the program knows, and its
+    results those of the caller. Nothing of this is left in what is compiled.
+    """
+    here, inner = jax.sharding.get_abstract_mesh(), program.jaxpr
+    if here == home:
+        return evaluate(inner, program.consts, args, operation)
+    variables, n = [*inner.constvars, *inner.invars], len(program.consts)
+    pairs = zip([*program.consts, *args], variables, strict=True)
+    values = [retyped(x, array_type(v).sharding) for x, v in pairs]
+
+    def unconstrained(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name in ("jit", "pjit"):
+            within = eqn.params["jaxpr"]
+            return evaluate(within.jaxpr, within.consts, ins, unconstrained)
+        return ins if eqn.primitive.name == "sharding_constraint" else operation(eqn, ins)
+
+    # without axes of the compiler, JAX has no rule for a constraint under vmap
+    out = evaluate(inner, values[:n], values[n:], operation if here.auto_axes else unconstrained)
+    return list(map(placed_here, out))
+
+
+def placed_here(x: Any) -> Any:
+    """The array, with a type of the caller's mesh."""
+    nowhere = PartitionSpec(*[None] * jax.typeof(x).ndim)
+    return retyped(x, NamedSharding(jax.sharding.get_abstract_mesh(), nowhere))
+
+
+def retyped(x: Any, place: NamedSharding) -> Any:
+    """The array, with another place in its type."""
+    now = jax.typeof(x).sharding
+    if now.mesh == place.mesh:
+        return x
+    with jax.sharding.use_abstract_mesh(now.mesh):
+        return _retyped.bind(x, place=place)
+
+
+def _batch(operands: Sequence[Any], axes: Sequence[int], place: NamedSharding) -> tuple[Any, int]:
+    (x,), spec = operands, [*place.spec]
+    spec.insert(axes[0], None)
+    return retyped(x, NamedSharding(place.mesh, PartitionSpec(*spec))), axes[0]
+
+
+_retyped = core.Primitive("retyped")
+_retyped.def_impl(lambda x, place: x)
+_retyped.def_abstract_eval(lambda x, place: x.update(sharding=place))
+mlir.register_lowering(_retyped, lambda context, x, place: [x])
+ad.deflinear2(_retyped, lambda cotangent, x, place: [retyped(cotangent, x.aval.sharding)])
+batching.primitive_batchers[_retyped] = _batch
