@@ -173,7 +173,9 @@ def register(*data: str) -> Callable[[type[C]], type[C]]:
                 [(GetAttrKey(name), getattr(x, name)) for name in data],
                 tuple(getattr(x, f) for f in static),
             ),
-            lambda fixed, leaves: unchecked(cls, zip((*static, *data), (*fixed, *leaves))),
+            lambda fixed, leaves: unchecked(
+                cls, zip((*static, *data), (*fixed, *leaves), strict=True)
+            ),
         )
         return check_arguments(cls)
 

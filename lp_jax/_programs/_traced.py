@@ -19,7 +19,7 @@ from lp_jax._levels._layer import Hoisted, LayerStep, Signature, Traced, needs_i
 from lp_jax._levels._result import DONE, SERIAL
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
-from lp_jax._programs._program import Program, first_equal
+from lp_jax._programs._program import Program
 from lp_jax._solvers._coupling import couplings, shares_weights
 from lp_jax._solvers._default import SWEEPS, Layers, choose
 from lp_jax._solvers._elementwise import places
@@ -77,10 +77,8 @@ def prepare(
         watch=watch,
     )
     done = SERIAL if by_default and solver.exact else DONE
-    program = dataclasses.replace(
-        program, zeros=start is None and guess == "zeros", scan=scan, done=done
-    )
-    return first_equal(program), arrays
+    zeros = start is None and guess == "zeros"
+    return dataclasses.replace(program, zeros=zeros, scan=scan, done=done), arrays
 
 
 def default(
