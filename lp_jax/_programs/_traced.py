@@ -66,9 +66,8 @@ def prepare(
         workers.processor.launches and program.traced.recurrent and solver.keeps_states
     )  # see `Serial`
     scan = exact and adjoint_guess is None and not contracts
-    watch = asked.value.watch and _tree.varying(
-        asked.value.watch.counts, (arrays.slices, arrays.y0, arrays.shared)
-    )
+    counter = asked.value.counter
+    watch = counter and _tree.varying(counter.counts, (arrays.slices, arrays.y0, arrays.shared))
     arrays = arrays._replace(
         solver=solver,
         adjoint_solver=adjoint_solver,
