@@ -206,7 +206,7 @@ class _Rules:
         if name == "while":
             start, end = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
             condition, body = core.jaxpr_as_fun(p["cond_jaxpr"]), p["body_jaxpr"]
-            return lax.while_loop(
+            return _tree.while_loop(
                 lambda carry: condition(*ins[:start], *carry)[0],
                 lambda carry: tuple(self.run(body.jaxpr, body.consts, *ins[start:end], *carry)),
                 tuple(ins[end:]),
@@ -256,7 +256,7 @@ class _Rules:
         if chosen or not _has_scan(program.jaxpr.eqns):
             return bind(eqn, ins)
         solved = functools.partial(body, evaluated=self._operation)
-        return jax.tree.leaves(lax.scan(solved, *given, unroll=eqn.params["unroll"]))
+        return jax.tree.leaves(_tree.scan(solved, *given, unroll=eqn.params["unroll"]))
 
     def _decide(
         self, eqn: core.JaxprEqn, given: tuple[Any, ...]

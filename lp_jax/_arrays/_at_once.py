@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
 
 from lp_jax._arrays import _tree
@@ -254,11 +253,11 @@ def in_chunks(
             carry, y = f(carry, jax.tree.map(lambda x: x[None], x))
             return carry, jax.tree.map(lambda y: y[0], y)
 
-        return lax.scan(one, carry, xs, reverse=reverse)
+        return _tree.scan(one, carry, xs, reverse=reverse)
     whole = n - n % size
     start = n - whole if reverse else 0
     middle = jax.tree.map(lambda x: x[start : start + whole], xs) if whole < n else xs
-    carry, ys = lax.scan(f, carry, _tree.split(middle, size), reverse=reverse)
+    carry, ys = _tree.scan(f, carry, _tree.split(middle, size), reverse=reverse)
     ys = _tree.merge(ys)
     if whole == n:
         return carry, ys

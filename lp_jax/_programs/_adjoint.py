@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import in_chunks
@@ -183,7 +182,7 @@ def transpose(
             u, states = carry
             return level.step(u, _tree.take(operands, i), shared), _tree.put(states, u, i)
 
-        u, states = lax.fori_loop(0, level.factor - 1, body, (u, states))
+        u, states = _tree.fori_loop(0, level.factor - 1, body, (u, states))
         return operands, _tree.put(states, u, level.factor - 1), source
 
     everywhere = None
@@ -346,4 +345,4 @@ def shared_gradient(
     def interval(total: list[jax.Array], one: tuple[PyTree, State]) -> tuple[list[jax.Array], None]:
         return _tree.add(total, sum_over((*expand(one[0], fine.shared), one[1]))), None
 
-    return lax.scan(interval, _tree.zeros_like(leaves), (xs, cotangents))[0]
+    return _tree.scan(interval, _tree.zeros_like(leaves), (xs, cotangents))[0]

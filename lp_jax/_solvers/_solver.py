@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Scalar, Slices, State, Transfer
@@ -287,7 +286,7 @@ def iterate(
             return solver.c_points(levels, state), measured
         return march(fine), measured._replace(result=jnp.int32(FELL_BACK))  # nothing was measured
     if not solver.has_tolerance:
-        state, squares = lax.scan(
+        state, squares = _tree.scan(
             lambda state, _: solver.improve(levels, state), state, length=cycles
         )
         norms = fine.norm(squares).astype(dtype)  # once, not in every cycle
@@ -361,7 +360,9 @@ def iterate(
 
     none, leaves = jnp.full((cycles,), NOT_MEASURED, dtype), len(jax.tree.leaves(fine.y0))
     begin = jnp.int32(0), none, none, jnp.zeros((leaves,), dtype), jnp.asarray(False)
-    end = lax.while_loop(unfinished, body, Progress(state, *_tree.varying(begin, (state, fine.y0))))
+    end = _tree.while_loop(
+        unfinished, body, Progress(state, *_tree.varying(begin, (state, fine.y0)))
+    )
     u, met = solver.c_points(levels, end.state), end.met
     if solver.fallback:
         if corrections is None:
@@ -369,7 +370,7 @@ def iterate(
             least = jnp.minimum(largest, fine.in_units(workers.sum(rounding_of(fine, u))))
             met |= (last > 0) & (last <= ROUNDING * least)
         # a loop of at most one turn: under vmap a cond would always propagate serially
-        u, _ = lax.while_loop(
+        u, _ = _tree.while_loop(
             lambda carry: ~carry[1],
             lambda _: (march(fine), _tree.varying(jnp.asarray(True), met)),
             (u, met),

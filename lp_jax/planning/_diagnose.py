@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree, Slices, State
@@ -214,15 +213,17 @@ def _numbers(problem: Problem) -> tuple[float, float]:
                 v, size = _normal(_tree.sub(pull(at[0]), at[0]))
                 return _normal(_tree.sub(push(v)[0], v))[0], size
 
-            return lax.fori_loop(0, _ROUNDS, turn, (w, jnp.sqrt(_tree.sum_of_squares(w))))[1]
+            return _tree.fori_loop(0, _ROUNDS, turn, (w, jnp.sqrt(_tree.sum_of_squares(w))))[1]
 
-        _, entering = lax.scan(lambda y, x: (step(y, x, shared), y), chain.y0, chain.slices)
+        _, entering = _tree.scan(lambda y, x: (step(y, x, shared), y), chain.y0, chain.slices)
         key = jax.random.split(jax.random.key(0), 1)[0]
         start, _ = _normal(
             jax.tree.map(lambda x: jax.random.normal(key, x.shape, x.dtype), chain.y0)
         )
         layers = entering, chain.slices
-        sizes = lax.scan(lambda w, at: _normal(transposed(*at)(w)), start, layers, reverse=True)[1]
+        sizes = _tree.scan(lambda w, at: _normal(transposed(*at)(w)), start, layers, reverse=True)[
+            1
+        ]
         return jnp.sum(jax.vmap(norm, (0, 0, None))(*layers, start)), jnp.mean(jnp.log(sizes))
 
     lipschitz, lyapunov = along(arrays(problem))
