@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import core, source_info_util
 
 from lp_jax._arrays import _products, _tree
 from lp_jax._arrays._at_once import footprint
-from lp_jax._arrays._products import Operation, bind, evaluate
+from lp_jax._arrays._evaluate import anew, bind, evaluate, moved
+from lp_jax._arrays._products import Operation
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
@@ -205,35 +205,11 @@ class _Rules:
             return bind(eqn, ins)
         if name == "scan":
             return self._scan(eqn, ins)
-        if name in ("jit", "pjit", "closed_call"):
-            program = p["call_jaxpr" if name == "closed_call" else "jaxpr"]
-            called = functools.partial(self.run, program.jaxpr, program.consts)
-            if name == "closed_call" or self.tell is not None:
-                return called(*ins)
+        if name in ("jit", "pjit") and self.tell is None:
+            called = functools.partial(self.run, p["jaxpr"].jaxpr, p["jaxpr"].consts)
             solved = jax.make_jaxpr(called)(*(v.aval for v in eqn.invars))
-            return eqn.primitive.bind(*ins, **{**p, "jaxpr": solved})
-        if name == "cond":
-            branches = [
-                functools.partial(self.run, branch.jaxpr, branch.consts) for branch in p["branches"]
-            ]
-            return lax.switch(ins[0], branches, *ins[1:])
-        if name == "while":
-            start, end = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-            condition, body = core.jaxpr_as_fun(p["cond_jaxpr"]), p["body_jaxpr"]
-            return _tree.while_loop(
-                lambda carry: condition(*ins[:start], *carry)[0],
-                lambda carry: tuple(self.run(body.jaxpr, body.consts, *ins[start:end], *carry)),
-                tuple(ins[end:]),
-            )
-        inside = functools.partial(self.run, p["jaxpr"], ())
-        if name == "shard_map":
-            axes = p.get("newly_manual_axes", p.get("manual_axes"))  # the latter before jax 0.10.2
-            options = {key: p[key] for key in ("mesh", "in_specs", "check_vma")} | {
-                "axis_names": axes
-            }
-            spread = jax.shard_map(inside, **options, out_specs=[*p["out_specs"]])
-            return jax.jit(spread)(*ins)  # outside of jit, JAX has no symbolic zeros within one
-        return jax.checkpoint(inside, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
+            return bind(eqn.replace(params=p | {"jaxpr": solved}), ins)
+        return anew(eqn, ins, self._operation)
 
     def _scan(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if not all(
@@ -248,11 +224,14 @@ class _Rules:
             carry: list[Any], x: list[Any], evaluated: Operation | None = None
         ) -> tuple[list[Any], list[Any]]:
             out = evaluate(
-                program.jaxpr, program.consts, [*consts, *carry, *x], evaluated or _in_a_solve()
+                program.jaxpr, program.consts, [*consts, *carry, *x], evaluated or moved(home)
             )
             return out[:carries], out[carries:]
 
-        given = init, xs, eqn.params["length"], eqn.params["reverse"]
+        given, home = (
+            (init, xs, eqn.params["length"], eqn.params["reverse"]),
+            jax.sharding.get_abstract_mesh(),
+        )
         about, solvers = self._decide(eqn, (body, *given))
         out = None
         if solvers is not None:
@@ -348,19 +327,6 @@ class _Rules:
         """Warn that a solver or comm is named and not used; Python shows each text once."""
         if self.tell is None and (solver is not None or self.comm is not None):
             warnings.warn(what, stacklevel=2)
-
-
-def _in_a_solve() -> Operation:
-    """Operations as they were, on the mesh of the solve that calls this."""
-    mesh = jax.sharding.get_abstract_mesh()
-
-    def operation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        with jax.sharding.use_abstract_mesh(mesh):
-            if eqn.primitive.name == "sharding_constraint" and eqn.params["layout"] is None:
-                return [lax.with_sharding_constraint(ins[0], eqn.params["sharding"])]
-            return bind(eqn, ins)
-
-    return operation
 
 
 def _source(eqn: core.JaxprEqn) -> str:

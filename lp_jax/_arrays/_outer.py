@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh
 
-from lp_jax._arrays._products import array_type, bind, evaluate, walk
+from lp_jax._arrays._evaluate import bind, evaluate, moved
+from lp_jax._arrays._products import array_type, walk
 
 # of ``dot_general``: the axes that are summed over, and those of a batch, in both operands
 DimensionNumbers = tuple[
@@ -19,8 +21,13 @@ DimensionNumbers = tuple[
 ]
 
 
-def with_few_terms(program: core.ClosedJaxpr, terms: int) -> Callable[..., list[jax.Array]]:
-    """Turn a program into a function; products of at most ``terms`` rows with a matrix sum outer products for its gradient."""
+def with_few_terms(
+    program: core.ClosedJaxpr, terms: int, home: AbstractMesh | None = None
+) -> Callable[..., list[jax.Array]]:
+    """Turn a program into a function; products of at most ``terms`` rows with a matrix sum outer products for its gradient.
+
+    ``home`` is the mesh that it was traced on, if that may be another one than the caller's.
+    """
 
     def operation(equation: core.JaxprEqn, operands: list[jax.Array]) -> Sequence[jax.Array]:
         if _few(equation, terms):
@@ -30,7 +37,8 @@ def with_few_terms(program: core.ClosedJaxpr, terms: int) -> Callable[..., list[
             return evaluate(inner.jaxpr, inner.consts, operands, operation)
         return bind(equation, operands)
 
-    return lambda *arguments: evaluate(program.jaxpr, program.consts, arguments, operation)
+    moving = operation if home is None else moved(home, operation)
+    return lambda *arguments: evaluate(program.jaxpr, program.consts, arguments, moving)
 
 
 def has_few(program: core.Jaxpr, terms: int, *, least: int = 1) -> bool:

@@ -1,14 +1,13 @@
-"""Programs (jaxprs): walked, evaluated in another way, and their cost, as if loops were unrolled."""
+"""Programs (jaxprs): walked, and their cost, as if loops were unrolled."""
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend import core, source_info_util
+import jax
+from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
-
-from lp_jax._arrays import _tree
 
 
 def array_type(v: core.Var | core.Literal) -> Any:
@@ -72,6 +71,20 @@ def walk(
         if into is None or equation.primitive.name in into:
             for program in inside(equation):
                 yield from walk(program.eqns, into)
+
+
+def exchanged_over(programs: Sequence[core.Jaxpr]) -> tuple[str, ...]:
+    """Axes of a ``shard_map`` over which programs exchange something."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    named = {
+        axis
+        for program in programs
+        for equation in walk(program.eqns)
+        if equation.primitive.name not in ("axis_index", "pvary")
+        for key in ("axes", "axis_name")
+        for axis in jax.tree.leaves(equation.params.get(key))
+    }
+    return tuple(axis for axis in axes if axis in named)
 
 
 def scan_parts(equation: core.JaxprEqn) -> tuple[int, int]:
@@ -250,37 +263,3 @@ def _nbytes(v: core.Var) -> int:
 
 
 CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"}
-
-
-def evaluate(
-    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], operation: Operation
-) -> list[Any]:
-    """Evaluate a program, with each operation's scopes and place in the source."""
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, core.Literal) else env[v]
-
-    for eqn in jaxpr.eqns:
-        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with (
-            source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
-            eqn.ctx.manager,
-        ):
-            env.update(zip(eqn.outvars, operation(eqn, [read(v) for v in eqn.invars]), strict=True))
-    return [read(v) for v in jaxpr.outvars]
-
-
-def bind(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-    """The operation as it was."""
-    if eqn.primitive.name == "pvary" and _tree.varying_axes(ins[0]) >= set(eqn.params["axes"]):
-        return ins  # within a solve all states vary between the devices of a shard_map
-    p, kinds = eqn.params, [_tree.varying_axes(v.aval) for v in eqn.invars]
-    if len(set(kinds)) == 1:  # as lax.add and the like make their operands
-        ins = list(_tree.varying(tuple(ins), tuple(ins)))
-    if "jaxpr" in p and any(
-        _tree.varying_axes(x) != kind for x, kind in zip(ins, kinds, strict=True)
-    ):
-        return evaluate(p["jaxpr"].jaxpr, p["jaxpr"].consts, ins, bind)
-    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(p))
-    return out if eqn.primitive.multiple_results else [out]

@@ -75,12 +75,23 @@ def varying(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(leaf, tree) if axes else tree
 
 
+def shape_of(f: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
+    """`jax.eval_shape`, which forgets the mesh that shapes vary over where some of its axes are the compiler's."""
+    here = jax.sharding.get_abstract_mesh()
+
+    def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        place = NamedSharding(here, PartitionSpec())
+        return x.update(sharding=place) if varying_axes(x) else x
+
+    return jax.tree.map(leaf, jax.eval_shape(f, *arguments))
+
+
 def entry_like(tree: PyTree) -> PyTree:
     """Shapes and dtypes of one entry of the leading axis, which may be empty."""
 
     def leaf(x: jax.Array) -> jax.ShapeDtypeStruct:
         if varying_axes(x):
-            return jax.eval_shape(lambda x: x[0], x)
+            return shape_of(lambda x: x[0], x)
         place = jax.typeof(x).sharding if explicit(x) else None
         place = place and NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=place)

@@ -257,7 +257,7 @@ class OnMesh(Workers):
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree)
 
     def sum(self, tree: PyTree) -> PyTree:
-        return lax.psum(tree, self.axis)
+        return _sum(tree, self.axis)
 
     def gather(self, tree: PyTree, span: int) -> PyTree:
         return lax.all_gather(tree, self.axis, tiled=True)
@@ -293,8 +293,13 @@ class OnMesh(Workers):
 def same_over(x: jax.Array, varying: frozenset[Hashable]) -> jax.Array:
     """Let an array that is equal along further axes of a ``shard_map`` vary over ``varying`` only, as far as its type tells."""
     for axis in sorted(_tree.varying_axes(x) - varying, key=str):
-        x = lax.psum(jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x)), axis)
+        x = _sum(jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x)), axis)
     return x
+
+
+def _sum(tree: PyTree, axis: Hashable) -> PyTree:
+    """Sum over an axis, in at least single precision: XLA ends a process on a CPU that sums bfloat16 over one of several axes."""
+    return _tree.narrow(lax.psum(_tree.wide(tree), axis), tree)
 
 
 _RELAYED = (

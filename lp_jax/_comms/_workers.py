@@ -39,12 +39,23 @@ class Workers(abc.ABC):
         held: number of slots for layers on each worker. Workers without layers come last.
         sequential: how a level is solved step after step: "relay", "gather" or "auto".
         processor: limits of their devices, by `Comm.platform`.
+        exchanged: axes of the caller's ``shard_map`` over which the step itself exchanges something.
     """
 
     layers: int
     held: tuple[int, ...]
     sequential: str
     processor: Processor = dataclasses.field(default=CPU, kw_only=True)
+    exchanged: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+
+    def anywhere(self, flag: jax.Array) -> jax.Array:
+        """Whether a flag is set on any of the devices that steps exchange something with.
+
+        They wait for each other in every evaluation, so all of them take as many turns of a loop as the slowest one.
+        """
+        if not self.exchanged:
+            return flag
+        return lax.psum(flag.astype(jnp.int32), self.exchanged) > 0
 
     @abc.abstractmethod
     def index(self) -> int | jax.Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.sharding import AbstractMesh
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import Footprint
@@ -30,6 +31,7 @@ class Hoisted:
 
     jaxpr: core.Jaxpr
     positions: tuple[int, ...]  # of its constants among the values that are closed over
+    home: AbstractMesh  # on which it was traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +75,11 @@ class LayerStep:
                     hoisted = dict(self.hoisted)[signature(u)]
                     constants = _tree.with_fresh_keys([shared[1][i] for i in hoisted.positions])
                     program = core.ClosedJaxpr(hoisted.jaxpr, constants)
+                    home = hoisted.home
                 else:
-                    program = jax.make_jaxpr(self)(u, x, shared[0])
-            evaluate = (
-                with_few_terms(program, self.terms) if self.terms else core.jaxpr_as_fun(program)
-            )
-            out = jax.tree.unflatten(self.structure, evaluate(*jax.tree.leaves((u, x, shared[0]))))
+                    program, home = jax.make_jaxpr(self)(u, x, shared[0]), mesh
+            evaluated = with_few_terms(program, self.terms, home)
+            out = jax.tree.unflatten(self.structure, evaluated(*jax.tree.leaves((u, x, shared[0]))))
         u_next, emitted = out if self.has_aux else (out, None)
         if layers is not None:
             u_next = _tree.where(x.index < layers, u_next, u)

@@ -242,4 +242,4 @@ def _room(level: Level, advance: Advance, u: PyTree, xs: PyTree) -> PyTree:
     def first(u: PyTree, xs: PyTree) -> PyTree:
         return advance(u, _tree.take(_expand(level, xs)[0], 0), level.shared)[1]
 
-    return _tree.repeat(_tree.zeros_like(jax.eval_shape(first, u, xs)), level.factor)
+    return _tree.repeat(_tree.zeros_like(_tree.shape_of(first, u, xs)), level.factor)

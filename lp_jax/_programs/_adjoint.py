@@ -225,8 +225,8 @@ def _transpose_transfer(level: Level) -> Transfer:
     """Transposed transfers: restriction of cotangents is the transpose of prolongation, and vice versa."""
     assert level.transfer is not None
     restrict, prolong = level.transfer
-    fine = jax.eval_shape(lambda: level.y0)
-    coarse = jax.eval_shape(restrict, fine)
+    fine = _tree.shape_of(lambda: level.y0)
+    coarse = _tree.shape_of(restrict, fine)
     return (
         lambda lam: jax.linear_transpose(prolong, coarse)(lam)[0],
         lambda lam: jax.linear_transpose(restrict, fine)(lam)[0],

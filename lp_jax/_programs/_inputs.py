@@ -1,13 +1,13 @@
 """Checks of the arguments of `solve` when a program is traced, and the times of the layers."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step, Times
@@ -216,16 +216,6 @@ def step_output(out: PyTree, u: State, has_aux: bool) -> None:
                 f"step must return a state of the same shapes and dtypes as the one it got; leaf y{jax.tree_util.keystr(path)} "
                 f"went in as {_aval(a)} and came out as {_aval(b)}. Cast or reshape it inside. Put a layer that changes the "
                 "state's shape between two solves."
-            )
-
-
-def closed_over(values: Sequence[object]) -> None:
-    """Refuse values that the step closes over and whose types have a sharding: within a solve on a mesh, axes are automatic."""
-    for value in values if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types else ():
-        if isinstance(value, jax.Array) and not jax.typeof(value).sharding.mesh.empty:
-            raise ValueError(
-                f"step closes over {jax.typeof(value)}, an array of a mesh with explicit axes, inside jax.set_mesh. Pass it "
-                "as shared=, which the step sees as layer.shared; or leave jax.set_mesh."
             )
 
 

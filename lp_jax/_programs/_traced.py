@@ -13,6 +13,7 @@ from jax.extend import core
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import Processor, footprint, processor
 from lp_jax._arrays._outer import has_few
+from lp_jax._arrays._products import exchanged_over
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Which
 from lp_jax._comms._comm import OneDevice, common_unit
 from lp_jax._levels._layer import Hoisted, LayerStep, Signature, Traced, needs_its_trace, signature
@@ -157,15 +158,15 @@ def trace(
     x, tracing = _tree.entry_like(slices), _Tracing(problem, shared)
     needs = [solver.needs(steps) for solver in solvers]
     for need in needs:
-        u = jax.eval_shape(lambda y: y, y0)
+        u = _tree.shape_of(lambda y: y, y0)
         for level, transfer in enumerate((None, *need.transfers)):
-            u = u if transfer is None else jax.eval_shape(transfer[0], u)
+            u = u if transfer is None else _tree.shape_of(transfer[0], u)
             tracing.add(level, u, x)
     axes = max(need.averaged_axes for need in needs)
     single = _single_example(problem, y0, x, shared, axes) if axes else None
     others: list[Which] = [0, *(other for need in needs for other in need.steps)]
     for which in others:
-        for u, own in filter(None, ((jax.eval_shape(lambda y: y, y0), x), single)):
+        for u, own in filter(None, ((_tree.shape_of(lambda y: y, y0), x), single)):
             tracing.add(which, u, own)
 
     seen_by_all = shared, tuple(tracing.closed_over)
@@ -183,7 +184,9 @@ def trace(
         single_example=single is not None,
     )
     slots, strides = (
-        workers.fit(common_unit(solvers, steps)),
+        dataclasses.replace(
+            workers.fit(common_unit(solvers, steps)), exchanged=exchanged_over(tracing.programs)
+        ),
         [solver.stride(steps) for solver in solvers],
     )
     arrays = Arrays(slices, y0, seen_by_all, solver=solvers[0], adjoint_solver=solvers[-1])
@@ -242,10 +245,12 @@ class _Tracing:
             raise
         self.programs.append(closed.jaxpr)
         _inputs.step_output(out, u, problem.has_aux)
-        if problem.comm != OneDevice():
-            _inputs.closed_over(closed.consts)
         step = dataclasses.replace(step, structure=jax.tree.structure(out))
-        if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
+        placed = problem.comm != OneDevice() and any(
+            isinstance(c, jax.Array) and not jax.typeof(c).sharding.mesh.empty
+            for c in closed.consts
+        )
+        if not placed and not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
             return dataclasses.replace(step, in_place=needs_its_trace(closed, u, x, shared)), None
         positions = []
         for constant in closed.consts:
@@ -253,7 +258,8 @@ class _Tracing:
             positions.append(known[0] if known else len(self.closed_over))
             if not known:
                 self.closed_over.append(constant)
-        return step, Hoisted(closed.jaxpr, tuple(positions))
+        home = jax.sharding.get_abstract_mesh()
+        return step, Hoisted(closed.jaxpr, tuple(positions), home)
 
 
 def _single_example(
@@ -265,8 +271,8 @@ def _single_example(
         out = LayerStep(problem.step, 0, problem.has_aux)(u, x, shared)
         return out[0] if problem.has_aux else out
 
-    one = functools.partial(jax.eval_shape, functools.partial(mean_example, axes=axes, single=True))
-    u = jax.eval_shape(lambda y: y, y0)
+    one = functools.partial(_tree.shape_of, functools.partial(mean_example, axes=axes, single=True))
+    u = _tree.shape_of(lambda y: y, y0)
     if len({leaf.shape[:axes] for leaf in jax.tree.leaves(u)}) > 1:
         return None  # refused by the solver
     own = own_operands(call, u, x, jax.tree.leaves(u)[0].shape[:axes])

@@ -18,7 +18,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._check import register
-from lp_jax._arrays._products import CALLS, array_type, bind, evaluate
+from lp_jax._arrays._evaluate import bind, evaluate
+from lp_jax._arrays._products import CALLS, array_type
 from lp_jax._arrays._types import Advance, CPoints, PyTree, SliceStep, Stacked, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level

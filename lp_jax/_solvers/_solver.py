@@ -317,7 +317,7 @@ def iterate(
         )  # else a NaN ends it
         if solver.fallback:
             wanted &= ~hopeless(at.errors, at.done, solver.rtol if series and corrections else None)
-        return (at.done < cycles) & ((at.done == 0) | wanted)
+        return workers.anywhere((at.done < cycles) & ((at.done == 0) | wanted))
 
     def body(at: Progress) -> Progress:
         state, squares = solver.improve(levels, at.state)
@@ -341,9 +341,8 @@ def iterate(
             )
             met = jnp.isfinite(last) & (last <= limit(norms, least))
         if corrections is None:  # zero does not count where squares vanished
-            return Progress(
-                state, at.done + 1, norms, norms, at.first, met & ((last > 0) | (summed[1] == 0))
-            )
+            met &= (last > 0) | (summed[1] == 0)
+            return Progress(state, at.done + 1, norms, norms, at.first, met | at.met)
         sizes = fine.in_units(summed[1:].reshape(parts.shape))
         error, left, first = relative_error(
             fine, sizes, at.done, at.first, at.errors, warm=guess is not None
@@ -355,7 +354,7 @@ def iterate(
             norms,
             errors,
             first,
-            met | (left <= jnp.asarray(solver.rtol, dtype)),
+            met | at.met | (left <= jnp.asarray(solver.rtol, dtype)),
         )
 
     none, leaves = jnp.full((cycles,), NOT_MEASURED, dtype), len(jax.tree.leaves(fine.y0))
@@ -369,6 +368,7 @@ def iterate(
             last = end.norms[end.done - 1]
             least = jnp.minimum(largest, fine.in_units(workers.sum(rounding_of(fine, u))))
             met |= (last > 0) & (last <= ROUNDING * least)
+        met = ~workers.anywhere(~met)
         # a loop of at most one turn: under vmap a cond would always propagate serially
         u, _ = _tree.while_loop(
             lambda carry: ~carry[1],
