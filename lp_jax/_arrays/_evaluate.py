@@ -76,6 +76,28 @@ def moved(home: AbstractMesh, operation: Operation = bind) -> Operation:
     return operation if here == home else there
 
 
+def one_by_one(operation: Operation = bind) -> Operation:
+    """Operations of which a batch has the results of one after another.
+
+    Under ``vmap``, keys other than those of threefry draw numbers for the whole batch from the first key.
+    """
+
+    def drawn(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        if draws(eqn):
+            return jax.custom_batching.sequential_vmap(lambda *ins: operation(eqn, [*ins]))(*ins)
+        nested = any(map(draws, walk([eqn])))
+        return anew(eqn, ins, drawn) if nested else operation(eqn, ins)
+
+    return drawn
+
+
+def draws(eqn: core.JaxprEqn) -> bool:
+    """Whether an operation draws from a key, or makes keys of one, other than threefry's."""
+    name, kind = eqn.primitive.name, array_type(eqn.invars[0]).dtype.name if eqn.invars else ""
+    of_key = name in ("random_bits", "random_split", "random_fold_in") and kind != "key<fry>"
+    return of_key or name == "rng_bit_generator"
+
+
 _PLACED = "sharding_constraint", "reshard", "mesh_cast"
 
 

@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh
 
-from lp_jax._arrays._evaluate import bind, evaluate, moved
+from lp_jax._arrays._evaluate import bind, draws, evaluate, moved, one_by_one
 from lp_jax._arrays._products import array_type, walk
 
 # of ``dot_general``: the axes that are summed over, and those of a batch, in both operands
@@ -37,7 +37,9 @@ def with_few_terms(
             return evaluate(inner.jaxpr, inner.consts, operands, operation)
         return bind(equation, operands)
 
-    moving = operation if home is None else moved(home, operation)
+    drawing = any(map(draws, walk(program.jaxpr.eqns)))
+    evaluated = one_by_one(operation) if drawing else operation
+    moving = evaluated if home is None else moved(home, evaluated)
     return lambda *arguments: evaluate(program.jaxpr, program.consts, arguments, moving)
 
 
