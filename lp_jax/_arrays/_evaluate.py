@@ -94,7 +94,10 @@ def one_by_one(operation: Operation = bind) -> Operation:
 def draws(eqn: core.JaxprEqn) -> bool:
     """Whether an operation draws from a key, or makes keys of one, other than threefry's."""
     name, kind = eqn.primitive.name, array_type(eqn.invars[0]).dtype.name if eqn.invars else ""
-    of_key = name in ("random_bits", "random_split", "random_fold_in") and kind != "key<fry>"
+    of_key = (
+        name in ("random_bits", "random_split", "random_fold_in", "random_gamma")
+        and kind != "key<fry>"
+    )
     return of_key or name == "rng_bit_generator"
 
 

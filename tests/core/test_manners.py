@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from problems import relative_error
 
 import lp_jax
 
@@ -233,3 +234,68 @@ def test_a_solution_that_is_not_finite_is_shown_without_a_copy():
         assert tracemalloc.get_traced_memory()[1] < size / 4
     finally:
         tracemalloc.stop()
+
+
+KEYS = {
+    "of the layer": lambda key, own, n: own,
+    "split": lambda key, own, n: jax.random.split(own, 3)[1],
+    "of the network": lambda key, own, n: jax.random.fold_in(key, n),
+    "made inside": lambda key, own, n: jax.random.key(n, impl=jax.random.key_impl(key)),
+    "raw": lambda key, own, n: jax.random.wrap_key_data(
+        jax.random.key_data(own), impl=jax.random.key_impl(key)
+    ),
+}
+
+
+def dropped(impl, of):
+    """A scan with dropout in a program within the step, and its operands."""
+    key = jax.random.key(1, impl=impl)
+
+    def body(y, x):
+        w, own, n = x
+        draw = lambda: jax.random.bernoulli(KEYS[of](key, own, n), 0.5, y.shape)  # noqa: E731
+        drop = jax.checkpoint(lambda y: jnp.where(draw(), y, 0))
+        return y + drop(jnp.tanh(y @ w)), None
+
+    return body, (jax.random.split(key, N), jnp.arange(N))
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        *((of, "exact") for of in KEYS),
+        *(("split", s) for s in ("chunks", "mgrit", "newton", "mesh")),
+    ],
+)
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_draw_what_they_draw_in_one_layer_after_another(impl, of, name):
+    """Under a vmap over layers JAX draws numbers for all keys from the first one, where they are none of threefry's."""
+    solvers = {
+        "exact": lp_jax.Picard(sweeps=N),
+        "chunks": lp_jax.Picard(sweeps=N, at_once=3),
+        "mgrit": lp_jax.MGRIT(coarsening=2, iterations=N),
+        "newton": lp_jax.Newton(iterations=N, batch_axes=1),
+        "mesh": lp_jax.Picard(sweeps=N),
+    }
+    body, (keys, numbers) = dropped(impl, of)
+
+    def gradient(scan, **options):
+        loss = lambda w, x: jnp.sum(scan(body, x, (w, keys, numbers), **options)[0] ** 2)  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(W, X)
+
+    wanted, comm = gradient(lax.scan), jax.make_mesh((2,), ("layers",)) if name == "mesh" else None
+    assert relative_error(gradient(lp_jax.scan, solver=solvers[name], comm=comm), wanted) < 1e-10
+    if name == "exact":
+        once = lp_jax.Picard(sweeps=1)
+        assert relative_error(gradient(lp_jax.scan, solver=once), wanted) > 1e-2
+
+
+def test_keys_of_examples_draw_what_each_draws_alone():
+    """Where `vmap` of ``lax.scan`` has numbers of the first key for all."""
+    body, (keys, numbers) = dropped("unsafe_rbg", "of the layer")
+    each = jax.random.split(keys[0], (2, N))
+    f = lambda keys: lp_jax.scan(body, X, (W, keys, numbers), solver=lp_jax.Picard(sweeps=N))[0]  # noqa: E731
+    one = lambda keys: lax.scan(body, X, (W, keys, numbers))[0]  # noqa: E731
+    np.testing.assert_allclose(jax.vmap(f)(each), jnp.stack([one(k) for k in each]), rtol=1e-12)
+    same = jax.vmap(f, axis_size=2, in_axes=None)(keys)
+    np.testing.assert_allclose(same, [one(keys)] * 2, rtol=1e-12)
