@@ -40,9 +40,9 @@ _WALKED = (
 )
 _LEFT = "left as it is: "
 _NO_SCAN = (
-    "lp_jax.parallel got {}, which has no scan, and solves nothing. Stack the equal blocks of a Python loop and scan over them: "
-    "jax.lax.scan(lambda x, block: (apply(block, x), None), x, jax.tree.map(lambda *x: jnp.stack(x), *blocks)); or for NNX "
-    "modules nnx.scan over lp_jax.nn.stack(blocks). If nothing is to be solved, name no solver and no comm."
+    "got a function without a scan, {}, and solves nothing. Stack the equal blocks of a Python loop and scan over them: "
+    "jax.lax.scan(lambda x, block: (apply(block, x), None), x, jax.tree.map(lambda *x: jnp.stack(x), *blocks)), or for NNX "
+    "modules nnx.scan over lp_jax.nn.stack(blocks)"
 )
 _REFUSED = TypeError, ValueError, NotImplementedError, NameError
 
@@ -316,17 +316,16 @@ class _Rules:
     def _left(self, eqn: core.JaxprEqn, why: str, solver: Solver | None) -> str:
         """Say that a scan is left as it is; of one with scans inside, these are looked at."""
         if not _has_scan(eqn.params["jaxpr"].jaxpr.eqns):
-            self._warn(
-                f"lp_jax.parallel leaves a scan as it is, {_source(eqn)}: {why.rstrip('.')}. If that is meant, return False for "
-                "it from where(scan), or name no solver and no comm.",
-                solver,
-            )
+            self._warn(f"leaves a scan as it is, {_source(eqn)}: {why.rstrip('.')}", solver)
         return _LEFT + why
 
     def _warn(self, what: str, solver: Solver | None) -> None:
         """Warn that a solver or comm is named and not used; Python shows each text once."""
         if self.tell is None and (solver is not None or self.comm is not None):
-            warnings.warn(what, stacklevel=2)
+            warnings.warn(
+                f"lp_jax.parallel {what}. If that is meant, name no solver and no comm, or return False from where(scan).",
+                stacklevel=2,
+            )
 
 
 def _source(eqn: core.JaxprEqn) -> str:

@@ -84,21 +84,23 @@ def one_by_one(operation: Operation = bind) -> Operation:
 
     def drawn(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if draws(eqn):
-            return jax.custom_batching.sequential_vmap(lambda *ins: operation(eqn, [*ins]))(*ins)
-        nested = any(map(draws, walk([eqn])))
-        return anew(eqn, ins, drawn) if nested else operation(eqn, ins)
+            kind = jax.random.key_impl(ins[0])
+
+            def draw(data: jax.Array, *others: Any) -> Sequence[Any]:
+                return operation(eqn, [jax.random.wrap_key_data(data, impl=kind), *others])
+
+            # ``jax_debug_key_reuse`` does not know what becomes of keys here: they enter as numbers, and leave as clones
+            out = jax.custom_batching.sequential_vmap(draw)(jax.random.key_data(ins[0]), *ins[1:])
+            return _tree.with_fresh_keys(out)
+        return anew(eqn, ins, drawn) if any(map(draws, walk([eqn]))) else operation(eqn, ins)
 
     return drawn
 
 
 def draws(eqn: core.JaxprEqn) -> bool:
     """Whether an operation draws from a key, or makes keys of one, other than threefry's."""
-    name, kind = eqn.primitive.name, array_type(eqn.invars[0]).dtype.name if eqn.invars else ""
-    of_key = (
-        name in ("random_bits", "random_split", "random_fold_in", "random_gamma")
-        and kind != "key<fry>"
-    )
-    return of_key or name == "rng_bit_generator"
+    names = "random_bits", "random_split", "random_fold_in", "random_gamma"
+    return eqn.primitive.name in names and array_type(eqn.invars[0]).dtype.name != "key<fry>"
 
 
 _PLACED = "sharding_constraint", "reshard", "mesh_cast"

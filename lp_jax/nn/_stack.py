@@ -92,9 +92,9 @@ def _call(
 
 def stack(
     make_module: MakeModule | Sequence[PyTree],
-    num_layers: int | None = None,
+    num_layers: Any = None,
     *,
-    rngs: nnx.Rngs | None = None,
+    rngs: Any = None,
 ) -> Any:
     """Turn a module that is one layer into the first two arguments of `lp_jax.solve`; or stack blocks that are there.
 
@@ -138,12 +138,11 @@ def stack(
     """
     if not callable(make_module):
         graphdefs, states = zip(*map(nnx.split, make_module), strict=True)
-        for number, other in enumerate(graphdefs):
-            if other != graphdefs[0]:
-                raise ValueError(
-                    f"blocks 0 and {number} differ, and cannot be stacked: {graphdefs[0]} and {other}. Blocks may differ in the "
-                    "numbers of their arrays only; give them the same functions, such as initializers."
-                )
+        if other := next((g for g in graphdefs if g != graphdefs[0]), None):
+            raise ValueError(
+                "blocks that are stacked may differ in the numbers of their arrays only; got other trees, or other functions in "
+                f"them, such as initializers: {graphdefs[0]} and {other}."
+            )
         return _merged(graphdefs[0], jax.tree.map(lambda *x: jnp.stack(x), *states))
     graphdef, params = nnx.split(stacked_module(make_module, num_layers, rngs, holds=nnx.Param))
     return ModuleStep(graphdef), nnx.to_pure_dict(params)
@@ -151,8 +150,8 @@ def stack(
 
 def stacked_module(
     make_module: MakeModule,
-    num_layers: int | None,
-    rngs: nnx.Rngs | None,
+    num_layers: int,
+    rngs: nnx.Rngs,
     comm: Comm = OneDevice(),
     solvers: Sequence[Solver] | None = (),
     *,
@@ -193,7 +192,7 @@ def _merged(graphdef: nnx.GraphDef, stacked: PyTree) -> Any:
     """Return stacked variables as a module; a layer's metadata lack the layers' axis, which nnx.vmap would add, too."""
     module = nnx.merge(graphdef, stacked)
     for _, variable in nnx.to_flat_state(nnx.state(module)):
-        metadata = variable.get_metadata() if isinstance(variable, nnx.Variable) else {}
+        metadata: Any = getattr(variable, "get_metadata", dict)()
         if names := metadata.get("out_sharding"):
             variable.set_metadata(out_sharding=("layers", *names))
     return module
