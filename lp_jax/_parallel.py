@@ -41,6 +41,11 @@ _WALKED = (
     "scan",
 )
 _LEFT = "left as it is: "
+_NO_SCAN = (
+    "got a function without a scan, {}, and solves nothing. Stack the equal blocks of a Python loop and scan over them: "
+    "jax.lax.scan(lambda x, block: (apply(block, x), None), x, jax.tree.map(lambda *x: jnp.stack(x), *blocks)), or for NNX "
+    "modules nnx.scan over lp_jax.nn.stack(blocks)"
+)
 _REFUSED = TypeError, ValueError, NotImplementedError, NameError
 
 
@@ -165,6 +170,7 @@ class _Rules:
     comm: Comm | None = None
     where: Where | None = None
     tell: Callable[[Scan], object] | None = None
+    in_gradient: bool = False  # whether the program is a part of a gradient
 
     def __post_init__(self) -> None:
         _inputs.comm(self.comm)
@@ -182,6 +188,8 @@ class _Rules:
             return f(*args, **kwargs)
 
         closed, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+        if not any(eqn.primitive.name == "scan" for eqn in _products.walk(closed.jaxpr.eqns)):
+            self._warn(_NO_SCAN.format(getattr(f, "__name__", f)), self.solver)
         pairs = zip(
             closed.jaxpr.outvars, self.run(closed.jaxpr, closed.consts, *arrays), strict=True
         )
@@ -195,6 +203,12 @@ class _Rules:
     def _operation(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         """Evaluate an operation; one with scans inside, of programs whose scans are solved."""
         name, p = eqn.primitive.name, eqn.params
+        if _in_gradient(eqn) and not self.in_gradient:
+            return dataclasses.replace(self, in_gradient=True)._operation(eqn, ins)
+        if name.startswith(("custom_jvp", "custom_vjp")):
+            for one in _products.walk([eqn]):
+                if one.primitive.name == "scan":
+                    self._left(one, "it is in a function with a derivative of its own", self.solver)
         if not _has_scan([eqn]):
             return bind(eqn, ins)
         if name == "scan":
@@ -214,7 +228,7 @@ class _Rules:
         if name == "while":
             start, end = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
             condition, body = core.jaxpr_as_fun(p["cond_jaxpr"]), p["body_jaxpr"]
-            return lax.while_loop(
+            return _tree.while_loop(
                 lambda carry: condition(*ins[:start], *carry)[0],
                 lambda carry: tuple(self.run(body.jaxpr, body.consts, *ins[start:end], *carry)),
                 tuple(ins[end:]),
@@ -233,6 +247,7 @@ class _Rules:
         if not all(
             hasattr(v.aval, "shape") for v in eqn.invars
         ):  # references, and types of other libraries
+            self._left(eqn, "its operands are no arrays", self.solver)
             return bind(eqn, ins)
         program, (start, carries) = eqn.params["jaxpr"], _products.scan_parts(eqn)
         consts, init, xs = ins[:start], ins[start : start + carries], ins[start + carries :]
@@ -254,7 +269,7 @@ class _Rules:
                     scan(body, *given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm)
                 )
             except _REFUSED as error:  # not all is known before it is traced
-                about = about._replace(takes=_LEFT + _first_line(error))
+                about = about._replace(takes=self._left(eqn, _first_line(error), solvers[0]))
         if self.tell is not None:
             self.tell(about)
         if out is not None:
@@ -263,7 +278,7 @@ class _Rules:
         if chosen or not _has_scan(program.jaxpr.eqns):
             return bind(eqn, ins)
         solved = functools.partial(body, evaluated=self._operation)
-        return jax.tree.leaves(lax.scan(solved, *given, unroll=eqn.params["unroll"]))
+        return jax.tree.leaves(_tree.scan(solved, *given, unroll=eqn.params["unroll"]))
 
     def _decide(
         self, eqn: core.JaxprEqn, given: tuple[Any, ...]
@@ -279,8 +294,15 @@ class _Rules:
             source=_source(eqn),
         )
 
-        def left(why: str, **more: Any) -> tuple[Scan, None]:
-            return about._replace(takes=_LEFT + why, **more), None
+        wanted = True if self.where is None else self.where(about)
+        if wanted is False:
+            return about._replace(takes=f"{_LEFT}where(scan) is False"), None
+        solvers = self.solver, self.adjoint_solver
+        if wanted is not True:
+            solvers = wanted if isinstance(wanted, tuple) else (wanted, None)
+
+        def left(why: str) -> tuple[Scan, None]:
+            return about._replace(takes=self._left(eqn, why, solvers[0])), None
 
         devices = (
             jax.sharding.get_abstract_mesh().manual_axes
@@ -290,20 +312,21 @@ class _Rules:
         if not any(map(_tree.inexact, given[1])):
             return left("no floating-point numbers in the carry")
         if not about.length:
-            return left("no steps")
-        if "jvp(" in about.name:
+            return about._replace(takes=f"{_LEFT}no steps"), None
+        if any(
+            _in_gradient(one) and _has_scan([one])
+            for one in _products.walk(program.eqns, into=_WALKED)
+        ):
+            why = "its step takes the gradient of a scan, as in a loop over training steps"
+            return about._replace(takes=_LEFT + why), None
+        if self.in_gradient:
             warnings.warn(
                 "lp_jax.parallel got a function that takes a gradient, and leaves its scans as they are. Take the gradient of "
                 "the parallel function: jax.grad(lp_jax.parallel(loss)).",
                 stacklevel=2,
             )
-            return left("part of a gradient; lp_jax.parallel goes inside")
-        wanted = True if self.where is None else self.where(about)
-        if wanted is False:
-            return left("where(scan) is False")
-        solvers = self.solver, self.adjoint_solver
-        if wanted is not True:
-            solvers = wanted if isinstance(wanted, tuple) else (wanted, None)
+            why = "part of a gradient; lp_jax.parallel goes inside"
+            return about._replace(takes=_LEFT + why), None
         try:
             problem = scanned(*given, comm=self.comm)
             if solvers[0] is not None:
@@ -316,8 +339,23 @@ class _Rules:
         if (
             taken[0].exact and problem.comm.size == 1 and not program.workers.processor.launches
         ):  # there it is unrolled
-            return left("nothing is faster", problem=problem, seconds=seconds)
+            taken_as_it_is = f"{_LEFT}nothing is faster"
+            return about._replace(takes=taken_as_it_is, problem=problem, seconds=seconds), None
         return about._replace(takes=str(taken[0]), problem=problem, seconds=seconds), solvers
+
+    def _left(self, eqn: core.JaxprEqn, why: str, solver: Solver | None) -> str:
+        """Say that a scan is left as it is; of one with scans inside, these are looked at."""
+        if not _has_scan(eqn.params["jaxpr"].jaxpr.eqns):
+            self._warn(f"leaves a scan as it is, {_source(eqn)}: {why.rstrip('.')}", solver)
+        return _LEFT + why
+
+    def _warn(self, what: str, solver: Solver | None) -> None:
+        """Warn that a solver or comm is named and not used; Python shows each text once."""
+        if self.tell is None and (solver is not None or self.comm is not None):
+            warnings.warn(
+                f"lp_jax.parallel {what}. If that is meant, name no solver and no comm, or return False from where(scan).",
+                stacklevel=2,
+            )
 
 
 def _source(eqn: core.JaxprEqn) -> str:
@@ -335,6 +373,10 @@ def _has_scan(equations: Sequence[core.JaxprEqn]) -> bool:
     return any(
         equation.primitive.name == "scan" for equation in _products.walk(equations, into=_WALKED)
     )
+
+
+def _in_gradient(equation: core.JaxprEqn) -> bool:
+    return "jvp(" in str(equation.source_info.name_stack)
 
 
 def _first_line(error: Exception) -> str:

@@ -69,7 +69,7 @@ class Problem(_inputs.Network):
         program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
         specs = functools.partial(_partitions, program, arrays)
         arrays = program.refuse_forward_mode(arrays)
-        y1, aux, (stats, trajectory) = self.comm.adapt(program.solve, arrays, specs)(arrays)
+        y1, aux, (stats, trajectory) = self.comm.adapt(program, arrays, specs)(arrays)
         return Solution(
             y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux
         )

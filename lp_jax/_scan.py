@@ -80,7 +80,7 @@ def scan(
     solved_for = any(map(_tree.inexact, jax.tree.leaves(init)))
     if not solved_for:
         _refuse_split(comm, "a carry without floating-point numbers")
-    plain = functools.partial(lax.scan, body, init, xs, length, reverse, unroll, _split_transpose)
+    plain = functools.partial(_tree.scan, body, init, xs, length, reverse, unroll, _split_transpose)
     if not solved_for or not length:
         return plain()
     try:
@@ -192,7 +192,9 @@ def _length(xs: Stacked, length: Any) -> int:
                 f"{where} is a scalar; every leaf of xs must have the layers as its leading axis."
             )
     kinds = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), xs)
-    n = jax.eval_shape(lambda xs: lax.scan(lambda c, x: (c, c), 0.0, xs, length)[1], kinds).shape[0]
+    n = jax.eval_shape(lambda xs: _tree.scan(lambda c, x: (c, c), 0.0, xs, length)[1], kinds).shape[
+        0
+    ]
     if n < 0:
         raise ValueError(f"length must be at least 0; got {length}.")
     return n
@@ -203,7 +205,7 @@ def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), x)
     # lists of leaves, as classes of others may convert what they hold
     kinds = jax.eval_shape(
-        lambda init, xs: jax.tree.leaves(lax.scan(body, init, xs, 1)[0]), init, one
+        lambda init, xs: jax.tree.leaves(_tree.scan(body, init, xs, 1)[0]), init, one
     )
     leaves, structure = jax.tree.flatten(init)
     pairs = zip(leaves, kinds, strict=True)  # keys have no astype
@@ -237,7 +239,7 @@ def _fixed(
         carry = jax.tree.unflatten(structure, _join(state, fixed))
         return _others(list(map(jnp.asarray, jax.tree.leaves(body(carry, x)[0])))), fixed
 
-    last, entering = lax.scan(advance, start, lax.stop_gradient(xs), length=length)
+    last, entering = _tree.scan(advance, start, lax.stop_gradient(xs), length=length)
     return entering, last
 
 

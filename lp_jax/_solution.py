@@ -86,10 +86,9 @@ class Solution(NamedTuple):
         """The message of a result code; if the state is not finite, with the first layer whose output is not."""
         if code != NON_FINITE or jnp.ndim(self.result):
             return RESULTS[code]
-        leaves = [
-            np.asarray(x, complex).reshape(len(x), -1) for x in jax.tree.leaves(self.trajectory)
-        ]
-        bad = np.flatnonzero(~np.isfinite(np.concatenate(leaves, axis=1)).all(axis=1))
+        leaves = jax.tree.leaves(self.trajectory)
+        finite = [jnp.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in leaves]  # in place
+        bad = np.flatnonzero(~np.all(finite, axis=0))
         if not len(bad):
             return RESULTS[code]
         where = f"layer {bad[0]} (counted from 0) is the first whose output is not finite"

@@ -9,12 +9,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._products import array_type, cost_of, live, most_alive, opaque, walk
+from lp_jax._arrays._products import (
+    array_type,
+    cost_of,
+    draws_alone,
+    live,
+    most_alive,
+    opaque,
+    walk,
+)
 from lp_jax._arrays._types import PyTree
 
 
@@ -31,6 +38,9 @@ class Footprint(NamedTuple):
     kernels: int = 1  # its products and reductions, with those operations that fuse with them
     branches: float = 1.0  # work in a batch of layers relative to this, as a batch evaluates all branches of a switch
     operations: int = 0  # of its program; the time to compile grows with them
+    alone: bool = (
+        False  # whether a batch of layers would compute something else than one layer after another
+    )
 
 
 def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footprint:
@@ -47,7 +57,7 @@ def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footp
         return Footprint(nbytes, 0, math.inf, counted=False)
     # without products and reductions, too, some operations are not fused
     kernels = 1 + max(1, kernels)
-    counted, few = not opaque(program), has_few(program, terms, least=2)
+    alone, few = draws_alone(program), has_few(program, terms, least=2)
     operations = list(walk(program.eqns))
     switches = any(equation.primitive.name == "cond" for equation in operations)
     branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches else 1.0
@@ -56,13 +66,14 @@ def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footp
         operands=nbytes,
         working=most_alive(program),
         flops=flops,
-        counted=counted,
+        counted=not (alone or opaque(program)),
         few=few,
         one_row=one_row,
         numbers=numbers,
         kernels=kernels,
         branches=branches,
         operations=len(operations),
+        alone=alone,
     )
 
 
@@ -264,11 +275,11 @@ def in_chunks(
             carry, y = f(carry, jax.tree.map(lambda x: x[None], x))
             return carry, jax.tree.map(lambda y: y[0], y)
 
-        return lax.scan(one, carry, xs, reverse=reverse)
+        return _tree.scan(one, carry, xs, reverse=reverse)
     whole = n - n % size
     start = n - whole if reverse else 0
     middle = jax.tree.map(lambda x: x[start : start + whole], xs) if whole < n else xs
-    carry, ys = lax.scan(f, carry, _tree.split(middle, size), reverse=reverse)
+    carry, ys = _tree.scan(f, carry, _tree.split(middle, size), reverse=reverse)
     ys = _tree.merge(ys)
     if whole == n:
         return carry, ys

@@ -149,8 +149,20 @@ def _short_repr(value: object) -> str:
     return text if len(text) < 80 else type(value).__name__
 
 
+def unchecked(cls: type[C], fields: Iterable[tuple[str, object]]) -> C:
+    """Make an instance of a dataclass from its fields, without a call of ``__init__``."""
+    made = object.__new__(cls)
+    for name, value in fields:
+        object.__setattr__(made, name, value)
+    return made
+
+
 def register(*data: str) -> Callable[[type[C]], type[C]]:
-    """Register a dataclass as a pytree: the fields ``data``, which may change without recompiling, are its leaves."""
+    """Register a dataclass as a pytree: the fields ``data``, which may change without recompiling, are its leaves.
+
+    A tree is put together without the checks of ``__init__``, because JAX and other libraries also put None, masks, labels,
+    tangents and cotangents in the places of leaves.
+    """
 
     def decorate(cls: type[C]) -> type[C]:
         static = [f.name for f in dataclasses.fields(cls) if f.name not in data]  # type: ignore[arg-type]
@@ -161,8 +173,8 @@ def register(*data: str) -> Callable[[type[C]], type[C]]:
                 [(GetAttrKey(name), getattr(x, name)) for name in data],
                 tuple(getattr(x, f) for f in static),
             ),
-            lambda fixed, leaves: cls(
-                **dict(zip((*static, *data), (*fixed, *leaves), strict=True))
+            lambda fixed, leaves: unchecked(
+                cls, zip((*static, *data), (*fixed, *leaves), strict=True)
             ),
         )
         return check_arguments(cls)

@@ -13,6 +13,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from lp_jax._arrays._types import PyTree, Scalar, Stacked
 
+# the library's own loops: a progress bar that replaces ``jax.lax.scan`` counts the user's scans, and none of these
+fori_loop, scan, while_loop = lax.fori_loop, lax.scan, lax.while_loop
+
 
 def add(a: PyTree, b: PyTree | None) -> PyTree:
     """``a + b``, where None stands for zero."""

@@ -281,13 +281,15 @@ class OnMesh(Workers):
             if everyone:
                 out = _tree.where(mine, run(entry), out)
             else:  # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
-                out = lax.fori_loop(0, mine.astype(jnp.int32), lambda _, out: run(entry, out), out)
+                out = _tree.fori_loop(
+                    0, mine.astype(jnp.int32), lambda _, out: run(entry, out), out
+                )
             edge = jax.tree.map(lambda u: u[0 if reverse else -1], out[0])
             if everyone:  # the last message, which nobody needs, is cheaper than a condition
                 return (send(edge), out), None
             return (lax.cond(number < self.active - 1, send, lambda edge: edge, edge), out), None
 
-        (_, out), _ = lax.scan(body, (y0, out), jnp.arange(self.active, dtype=jnp.int32))
+        (_, out), _ = _tree.scan(body, (y0, out), jnp.arange(self.active, dtype=jnp.int32))
         return without_gradient(out, _RELAYED)
 
 

@@ -31,11 +31,13 @@ class Chain:
         None  # the level whose steps an interval consists of; None for the whole network
     )
 
-    def at_once(self, setting: int | float | str) -> int:
-        """Number of layers that a solver with this setting evaluates at once, on each worker."""
+    def at_once(self, setting: int | float | str, least: int = 1) -> int:
+        """Number of layers that a solver with this setting evaluates at once, on each worker; ``least`` if that may be."""
+        if self.traced.footprint.alone:
+            return 1
         if setting == "auto":
             return self.workers.processor.at_once(self.traced.footprint, self.steps)
-        return max(1, int(min(cast(float, setting), self.steps)))
+        return max(least, int(min(cast(float, setting), self.steps)))
 
     @property
     def layers(self) -> int:

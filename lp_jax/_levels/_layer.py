@@ -15,6 +15,7 @@ from lp_jax._arrays._outer import with_few_terms
 from lp_jax._arrays._place import placed_here, retyped
 from lp_jax._arrays._products import following, walk
 from lp_jax._arrays._types import Layer, PyTree, Shared, Slices, State, Static, Step, Which
+from lp_jax._arrays._weak import strong
 
 Signature = tuple[tuple[tuple[int, ...], np.dtype], ...]
 """Shapes and dtypes of the leaves of a state."""
@@ -54,7 +55,9 @@ class LayerStep:
 
     def __call__(self, u: State, x: Slices, shared: PyTree) -> PyTree:
         params, shared, data = _tree.with_fresh_keys((x.params, shared, x.data))
-        out = self.step(u, Layer(params, shared, data, x.t, x.dt, x.index, Static(self.level)))
+        out = strong(self.step)(
+            u, Layer(params, shared, data, x.t, x.dt, x.index, Static(self.level))
+        )
         if self.structure is not None and jax.tree.structure(out) != self.structure:
             raise TypeError(
                 f"step must return the same structure in every call; got {self.structure} and then "

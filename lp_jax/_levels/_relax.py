@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, State
@@ -89,7 +88,7 @@ def relaxed(
             return (u, sweep(level, incoming)[0], incoming), None
 
         # C-relaxations, and the sweep of the residual, in one loop
-        (u, swept, incoming), _ = lax.scan(sweeps, (u, u, u), length=rule.count("C") + 1)
+        (u, swept, incoming), _ = _tree.scan(sweeps, (u, u, u), length=rule.count("C") + 1)
         return Relaxed(u, _tree.sub(swept, u), incoming)
     incoming = level.incoming(u)
     if not points:

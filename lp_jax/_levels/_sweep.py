@@ -53,7 +53,7 @@ def sweep(
     carry = (_tree.zeros_like(incoming), emitted)
     if whole == level.intervals == 1:
         return some(0, 1, carry)
-    carry = lax.fori_loop(
+    carry = _tree.fori_loop(
         0, whole, lambda k, carry: some(k * size if size > 1 else k, size, carry), carry
     )
     return some(whole * size, left, carry) if left else carry
@@ -120,7 +120,7 @@ def _at_once(
 
     turns = level.workers.processor.loop_unroll(count, body, 0, (u, emitted))
     if turns < level.factor or not whole:
-        return lax.fori_loop(0, count, body, (u, emitted), unroll=turns)
+        return _tree.fori_loop(0, count, body, (u, emitted), unroll=turns)
     outputs: list[PyTree] = []
     for i in range(level.factor):
         u, outputs = body(i, (u, outputs), lambda outputs, new, _: [*outputs, new])
@@ -166,7 +166,7 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
         unroll = max(
             level.unroll, level.workers.processor.loop_unroll(level.intervals, body, y0, first)
         )
-        scan = functools.partial(lax.scan, reverse=level.reverse, unroll=unroll)
+        scan = functools.partial(_tree.scan, reverse=level.reverse, unroll=unroll)
         if out is None:
             return scan(body, y0, operands)[1]
 
@@ -226,7 +226,7 @@ def _interval(
     if count == 1:
         return body(0, (u, emitted))
     unroll = level.workers.processor.loop_unroll(count, body, 0, (u, emitted))
-    return lax.fori_loop(0, count, body, (u, emitted), unroll=unroll)
+    return _tree.fori_loop(0, count, body, (u, emitted), unroll=unroll)
 
 
 def _expand(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, tuple]:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import in_chunks
@@ -183,7 +182,7 @@ def transpose(
             u, states = carry
             return level.step(u, _tree.take(operands, i), shared), _tree.put(states, u, i)
 
-        u, states = lax.fori_loop(0, level.factor - 1, body, (u, states))
+        u, states = _tree.fori_loop(0, level.factor - 1, body, (u, states))
         return operands, _tree.put(states, u, level.factor - 1), source
 
     everywhere = None
@@ -297,7 +296,7 @@ def gradient_of_aux(
 
     operands = chain.slices, states, sources
     total, (of_states, of_slices) = in_chunks(
-        layers, _tree.zeros_like(shared), operands, max(at_once, _LEAST)
+        layers, _tree.zeros_like(shared), operands, chain.at_once(at_once, _LEAST)
     )
     return of_states, (of_slices, total)
 
@@ -337,7 +336,7 @@ def shared_gradient(
 
         return in_chunks(add, _tree.zeros_like(leaves), operands, most)[0]
 
-    most, xs, expand = max(adjoint.at_once, _LEAST), adjoint.xs, adjoint.expand
+    most, xs, expand = fine.chain.at_once(adjoint.at_once, _LEAST), adjoint.xs, adjoint.expand
     if adjoint.factor == 1:
         return sum_over((*xs, cotangents))
     if expand is None:
@@ -346,4 +345,4 @@ def shared_gradient(
     def interval(total: list[jax.Array], one: tuple[PyTree, State]) -> tuple[list[jax.Array], None]:
         return _tree.add(total, sum_over((*expand(one[0], fine.shared), one[1]))), None
 
-    return lax.scan(interval, _tree.zeros_like(leaves), (xs, cotangents))[0]
+    return _tree.scan(interval, _tree.zeros_like(leaves), (xs, cotangents))[0]

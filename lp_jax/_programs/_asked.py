@@ -1,5 +1,7 @@
 """A context that replaces the solvers of all solves traced inside it, or reports their stats; a key of ``jax.jit``'s caches."""
 
+import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,26 +16,46 @@ from lp_jax._levels._result import DONE, RESULTS, SERIAL, ranked
 from lp_jax._solvers._solver import Solver, Stats
 
 
-class Watch:
-    """Holds the array whose cotangent is the sum of `counts_of` over the solves. Compared by identity."""
+@dataclasses.dataclass(unsafe_hash=True)
+class ResultCounter:
+    """Holds the array whose cotangent is the sum of `counts_of` over the solves.
 
-    def __init__(self, counts: jax.Array) -> None:
-        self.counts = counts
+    It is compared by its key, as a part of the keys of JAX's caches: what is compiled for one counter is there for all others
+    without a key. A program that is traced closes over the array, so that it belongs to one counter, whose key is its own.
+    """
+
+    array: jax.Array = dataclasses.field(compare=False)
+    key: object = None
+
+    @property
+    def counts(self) -> jax.Array:
+        if self.key is None and _tracing():
+            raise _Captured
+        return self.array
 
 
-class Asked(NamedTuple):
+class _Captured(Exception):
+    """A program that is traced would close over the array of a counter without a key."""
+
+
+def _tracing() -> bool:
+    """Whether operations become a program, such as that of ``jax.jit``, instead of numbers."""
+    return isinstance(jnp.zeros(1), jax.core.Tracer)
+
+
+class SolveContext(NamedTuple):
     """Replacements and reports for the solves inside the context; None leaves them as they are."""
 
     solvers: tuple[Solver, Solver | None] | None = None  # forward and adjoint, of all solves
     # ``report(direction, solver, layers)`` returns a function that is called on the host with the stats of a solve
     report: Callable[[str, Solver, int], Callable[[Stats], None]] | None = None
-    watch: Watch | None = None  # counts the solves that are differentiated
+    counter: ResultCounter | None = None  # counts the solves that are differentiated
     processor: Processor | None = (
         None  # numbers of the devices, else those that are known of their kind
     )
 
 
-asked = jax.make_user_context(Asked())
+asked = jax.make_user_context(SolveContext())
 
 
 def report_stats(direction: str, solver: Solver, layers: int, stats: Stats) -> None:
@@ -80,12 +102,17 @@ def count_results(loss: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     @functools.wraps(loss)
     def call(counts: jax.Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        watch = Watch(counts)
-        try:
-            with asked(asked.value._replace(watch=watch)):
-                return loss(*args, **kwargs)
-        finally:
-            del watch.counts  # the watch may live longer than this trace
+        def run(key: object) -> PyTree:
+            counter = ResultCounter(counts, key)
+            try:
+                with asked(asked.value._replace(counter=counter)):
+                    return loss(*args, **kwargs)
+            finally:
+                del counter.array  # caches may hold the counter longer than this trace
+
+        with contextlib.suppress(_Captured):
+            return run(object() if _tracing() else None)
+        return run(object())
 
     return call
 
@@ -97,7 +124,8 @@ def value_and_grad(
 
     The arguments are those of ``jax.value_and_grad``. ``loss`` needs no change: it may call `solve`, `scan` or modules of
     `lp_jax.nn` anywhere, under jit, vmap or shard_map. The codes are outputs of the program, without callbacks, so that it
-    can be exported and cached.
+    can be exported and cached. Outside of jit, a ``loss`` that is jitted itself is compiled at every call: jit the function
+    that is returned.
 
     Returns:
         A function that returns ``(value, gradient, results)``, value and gradient as ``jax.value_and_grad`` does.

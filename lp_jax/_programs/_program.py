@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from lp_jax._arrays import _tree
 from lp_jax._arrays._gradient import reverse_only, without_gradient
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State
+from lp_jax._arrays._weak import weakly
 from lp_jax._comms._workers import Workers
 from lp_jax._levels._chain import Chain, pad_slices
 from lp_jax._levels._layer import Traced
@@ -41,6 +44,9 @@ _TWICE = (
 )
 
 
+_kept: dict[Any, Any] = {}  # programs, the last one used at the end
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """All that is static about a solve, and the functions that run it. `Arrays` hold the rest.
@@ -64,19 +70,18 @@ class Program:
             else jnp.where(result == DONE, self.done, result).astype(jnp.int32)
         )
 
-    @functools.cached_property
-    def solve(self) -> Callable[[Arrays], Output]:
-        """The solve: a scan that JAX differentiates, or iterations whose gradient is an adjoint solve."""
+    def solve(self, arrays: Arrays) -> Output:
+        """Solve by a scan that JAX differentiates, or by iterations whose gradient is an adjoint solve."""
         if self.scan:
-            return jax.jit(functools.partial(_scan, self), inline=self.workers.rows[0] == 0)
+            return self.kept.propagate(arrays)
 
         @jax.custom_vjp
         def solve(arrays: Arrays) -> Output:
-            return self.forward(arrays, keep=False)[0]
+            return self.kept.forward(arrays, keep=False)[0]
 
         def fwd(primals: PyTree) -> tuple[Output, PyTree]:
             arrays = custom_vjp_primal_tree_values(primals)
-            out, left = self.forward(arrays, keep=True)
+            out, left = self.kept.forward(arrays, keep=True)
             return out, (arrays, left, (out[0], out[1], out[2][0].result))
 
         def bwd(residuals: tuple[Arrays, Forward, PyTree], cotangents: Output) -> tuple[Arrays]:
@@ -86,7 +91,7 @@ class Program:
                 arrays.adjoint_guess is not None,
             )
             try:
-                gradient, stats = self.backward(
+                gradient, stats = self.kept.backward(
                     arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep
                 )
             except NameError as error:
@@ -100,7 +105,9 @@ class Program:
             return (gradient._replace(watch=watch),)
 
         solve.defvjp(fwd, bwd, symbolic_zeros=True)
-        return solve
+        return solve(arrays)
+
+    __call__ = solve
 
     def refuse_forward_mode(self, arrays: Arrays) -> Arrays:
         """Return the arrays; those of an iterative solve have a gradient in reverse mode only."""
@@ -112,8 +119,8 @@ class Program:
     def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
         """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
         if not self.scan:
-            out, left = self.forward(arrays, keep=True)
-            return out, functools.partial(self.backward, arrays, left, keep=True)
+            out, left = self.kept.forward(arrays, keep=True)
+            return out, lambda *cotangents: self.kept.backward(arrays, left, *cotangents, keep=True)
 
         def run(
             slices: Slices, y0: State, shared: PyTree
@@ -131,47 +138,51 @@ class Program:
 
     def chain(self, slices: Slices, y0: State, shared: PyTree, *others: PyTree) -> Chain:
         """The chain of these layers: all layers, or those of one worker; ``others`` are the other arrays of a solve."""
-        padded = self.workers.padded
-        return Chain(
-            traced=self.traced,
-            slices=slices,
-            y0=y0,
-            shared=shared,
-            workers=self.workers.solving((slices, y0, shared, others)),
-            padded=padded,
-        )
+        where, operands = self.workers, {"slices": slices, "y0": y0, "shared": shared}
+        where = where.solving((slices, y0, shared, others))
+        return Chain(traced=self.traced, workers=where, padded=where.padded, **operands)
 
     def slots(self, slices: Slices) -> Slices:
         """Pad the layers that the caller passed to all slots."""
         return pad_slices(slices, self.workers.rows[1], self.workers.layers)
 
     @functools.cached_property
+    def kept(self) -> "Program":
+        """The program equal to this one that was used before: JAX may have compiled its functions already.
+
+        It goes when the step does. It has no strong reference to it, because a step closes over arrays.
+        """
+
+        def forget(_: object, programs: dict[Any, Any] = _kept) -> None:
+            programs.pop(itself(), None)
+
+        steps = tuple((which, weakly(step, forget)) for which, step in self.traced.steps)
+        own = dataclasses.replace(self, traced=dataclasses.replace(self.traced, steps=steps))
+        itself = weakref.ref(own)
+        try:
+            found = _kept.pop(own, own)
+        except TypeError:  # the step is not hashable
+            return self
+        _kept[found] = found
+        if len(_kept) > 32:  # each has its compiled functions, some MB
+            del _kept[next(iter(_kept))]
+        return found
+
+    @functools.cached_property
+    def propagate(self) -> Callable[[Arrays], Output]:
+        return self._jit(_scan)
+
+    @functools.cached_property
     def forward(self) -> Callable[..., tuple[Output, Forward | None]]:
-        return jax.jit(
-            functools.partial(_forward, self),
-            static_argnames="keep",
-            inline=self.workers.rows[0] == 0,
-        )
+        return self._jit(_forward, static_argnames="keep")
 
     @functools.cached_property
     def backward(self) -> Callable[..., tuple[Arrays, Stats]]:
-        return jax.jit(
-            functools.partial(_backward, self),
-            static_argnames="keep",
-            inline=self.workers.rows[0] == 0,
-        )
+        return self._jit(_backward, static_argnames="keep")
 
-
-# each keeps its compiled programs, some MB, and the step
-_first = functools.lru_cache(maxsize=32)(lambda program: program)
-
-
-def first_equal(program: Program) -> Program:
-    """The first program equal to this one: JAX may have compiled its functions already."""
-    try:
-        return _first(program)
-    except TypeError:  # the step is not hashable
-        return program
+    def _jit(self, run: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        own = dataclasses.replace(self)  # in no cycle with what it has compiled
+        return jax.jit(functools.partial(run, own), inline=self.workers.rows[0] == 0, **options)
 
 
 def _scan(program: Program, arrays: Arrays) -> Output:

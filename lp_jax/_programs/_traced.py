@@ -20,7 +20,7 @@ from lp_jax._levels._layer import Hoisted, LayerStep, Signature, Traced, needs_i
 from lp_jax._levels._result import DONE, SERIAL
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
-from lp_jax._programs._program import Program, first_equal
+from lp_jax._programs._program import Program
 from lp_jax._solvers._coupling import couplings, shares_weights
 from lp_jax._solvers._default import SWEEPS, Layers, choose
 from lp_jax._solvers._elementwise import places
@@ -67,9 +67,8 @@ def prepare(
         workers.processor.launches and program.traced.recurrent and solver.keeps_states
     )  # see `Serial`
     scan = exact and adjoint_guess is None and not contracts
-    watch = asked.value.watch and _tree.varying(
-        asked.value.watch.counts, (arrays.slices, arrays.y0, arrays.shared)
-    )
+    counter = asked.value.counter
+    watch = counter and _tree.varying(counter.counts, (arrays.slices, arrays.y0, arrays.shared))
     arrays = arrays._replace(
         solver=solver,
         adjoint_solver=adjoint_solver,
@@ -78,10 +77,8 @@ def prepare(
         watch=watch,
     )
     done = SERIAL if by_default and solver.exact else DONE
-    program = dataclasses.replace(
-        program, zeros=start is None and guess == "zeros", scan=scan, done=done
-    )
-    return first_equal(program), arrays
+    zeros = start is None and guess == "zeros"
+    return dataclasses.replace(program, zeros=zeros, scan=scan, done=done), arrays
 
 
 def default(

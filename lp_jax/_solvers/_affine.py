@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._comms._workers import Compose, Workers
@@ -42,11 +41,11 @@ def solve(workers: Workers, maps: Maps, kind: Jacobians, *, reverse: bool) -> ja
             first, rest = (
                 jax.tree.map(lambda x, which=which: x[which], maps) for which in (first, rest)
             )
-            total = lax.scan(
+            total = _tree.scan(
                 lambda total, one: (compose(total, one), None), first, rest, reverse=reverse
             )[0]
             start = workers.exclusive_scan(total, reverse=reverse, compose=compose).vector
-        return lax.scan(lambda d, one: (_at(kind, one, d),) * 2, start, maps, reverse=reverse)[1]
+        return _tree.scan(lambda d, one: (_at(kind, one, d),) * 2, start, maps, reverse=reverse)[1]
     levels = [_group(maps, kind)]
     while len(levels[-1].vector) > 1:
         levels.append(_group(_totals(levels[-1], compose, reverse), kind))

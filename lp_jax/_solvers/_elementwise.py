@@ -204,7 +204,7 @@ def march(
             [load(jnp.int32(j)) for j in range(unroll)],
         )
         whole = jnp.int32(length // unroll)
-        turn(whole, lax.fori_loop(jnp.int32(0), whole, turn, start), length % unroll)
+        turn(whole, _tree.fori_loop(jnp.int32(0), whole, turn, start), length % unroll)
 
     def flat(x: jax.Array, rows: int) -> jax.Array:
         return x.reshape((rows, places)[: 1 + (x.size > rows)])
@@ -248,7 +248,7 @@ def _solve(
     reverse = level.reverse
 
     def in_turn(y0: State, xs: Stacked, shared: PyTree) -> tuple[Stacked, jax.Array]:
-        scan = functools.partial(lax.scan, reverse=reverse, unroll=level.unroll)
+        scan = functools.partial(_tree.scan, reverse=reverse, unroll=level.unroll)
         return scan(lambda u, x: (step(u, x, shared),) * 2, y0, xs)[1], jnp.int32(0)
 
     def joined(y0: State, xs: Stacked, shared: PyTree) -> tuple[Stacked, jax.Array]:
@@ -286,7 +286,7 @@ def _solve(
 
         carry = _tree.repeat(wide, count), jnp.int32(0), jnp.asarray(False)
         if count > 1:
-            carry = lax.while_loop(lambda carry: ~carry[2] & (carry[1] < count), body, carry)
+            carry = _tree.while_loop(lambda carry: ~carry[2] & (carry[1] < count), body, carry)
         return march(
             step, _tree.narrow(entering(carry[0]), y0), xs, shared, reverse=reverse
         ), carry[1]

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._check import register
@@ -216,7 +215,7 @@ class Newton(Solver):
 
             entering = level.incoming(u)
             unroll = level.workers.processor.loop_unroll(relaxations, relax, 0, entering)
-            u = sweep(level, lax.fori_loop(1, relaxations, relax, entering, unroll=unroll))[0]
+            u = sweep(level, _tree.fori_loop(1, relaxations, relax, entering, unroll=unroll))[0]
         u = Iterate(u)
         if shared or self.jacobian_of is not None:
             operands = level.xs[0] if level.reverse else level.xs

@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-from jax import lax
 
-from lp_jax._arrays import _check
+from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import in_chunks
 from lp_jax._arrays._check import register
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Stacked, State
@@ -73,10 +72,10 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
         return u, (u, aux)
 
     if checkpoint_every is None or checkpoint_every >= chain.steps:
-        return lax.scan(body, chain.y0, chain.slices, unroll=unroll)
+        return _tree.scan(body, chain.y0, chain.slices, unroll=unroll)
 
     @jax.checkpoint
     def segment(u: State, xs: PyTree) -> tuple[State, tuple[State, PyTree]]:
-        return lax.scan(body, u, xs, unroll=unroll)
+        return _tree.scan(body, u, xs, unroll=unroll)
 
     return in_chunks(segment, chain.y0, chain.slices, checkpoint_every)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Slices, State, Transfer
@@ -292,7 +291,7 @@ def iterate(
             state, residual = solver.improve(levels, state)
             return state, residual.squares
 
-        state, squares = lax.scan(fixed, state, length=cycles)
+        state, squares = _tree.scan(fixed, state, length=cycles)
         totals = jax.vmap(lambda squares: Residual(squares).total)(squares)
         # one message for all cycles
         totals, grown = workers.sum((totals, growth(fine, squares)))
@@ -347,12 +346,12 @@ def iterate(
     none, zero = jnp.zeros((cycles,), dtype), jnp.zeros((), dtype)
     nothing = jnp.int32(0), none, none, zero, jax.tree.map(jnp.abs, y0), jnp.asarray(False)
     begin = Progress(state, *_tree.varying(nothing, (state, y0)))
-    end = body(begin) if cycles == 1 else lax.while_loop(unfinished, body, begin)
+    end = body(begin) if cycles == 1 else _tree.while_loop(unfinished, body, begin)
     u, met = solver.c_points(levels, end.state), end.met
     if solver.fallback:
         met = ~anywhere(~met, workers)
         # a loop of at most one turn: under vmap a cond would always propagate serially
-        u, _ = lax.while_loop(
+        u, _ = _tree.while_loop(
             lambda carry: ~carry[1],
             lambda _: (march(fine), _tree.varying(jnp.asarray(True), met)),
             (u, met),

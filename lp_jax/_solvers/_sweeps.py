@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import batched, chunk, in_chunks
@@ -216,11 +215,11 @@ class Windowed(Sweeps):
                 unroll = spent <= _UNROLLED or level.workers.processor.loop_unroll(
                     spent, again, 0, at
                 )
-                at = lax.fori_loop(0, spent, again, at, unroll=unroll)
+                at = _tree.fori_loop(0, spent, again, at, unroll=unroll)
             return at.last, (at.last, at.points(inside))
 
         def run(y0: State, _: PyTree = None, /) -> tuple[CPoints, Points]:
-            return lax.scan(window, y0, windows, reverse=level.reverse)[1]
+            return _tree.scan(window, y0, windows, reverse=level.reverse)[1]
 
         windows = _tree.split((level.xs, level.rhs), self.unit(level.workers.total(level.span)))
         _, points = level.workers.relay(run, level.y0, reverse=level.reverse)
@@ -391,7 +390,7 @@ def _sweep_interval(
             return _tree.add(total, _tree.wide(increment(*operands))), _tree.narrow(total, u)
 
         for _ in range(sweeps):
-            total, incoming = lax.scan(one, _tree.wide(u), (incoming, xs))
+            total, incoming = _tree.scan(one, _tree.wide(u), (incoming, xs))
         return _tree.narrow(total, u)
 
     increments = batched(increment, size)

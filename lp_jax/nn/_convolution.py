@@ -99,7 +99,7 @@ def _products_bwd(
         )
         return total + jnp.moveaxis(folded, (0, 1), (-3, -2)), _convolve_few(y_bar, mirrored)
 
-    kernel_bar, x_bar = lax.scan(
+    kernel_bar, x_bar = _tree.scan(
         add, _tree.wide(jnp.zeros_like(kernel)), _tree.split((x, y_bar), size)
     )
     return x_bar.reshape(x.shape), kernel_bar.astype(kernel.dtype)

@@ -18,7 +18,8 @@ from lp_jax.nn._layer_parallel import LayerParallel, refuse_ranks, stacks
 def unstack(layers: PyTree) -> list[PyTree]:
     """Return the parameters layer by layer: N trees, leaves without the axis of layers.
 
-    ``layers`` are stacked parameters, leaves ``(N, ...)``; or a `LayerParallel`, whose spline is evaluated.
+    ``layers`` are stacked parameters, leaves ``(N, ...)``; a module that `stack` made of blocks; or a `LayerParallel`, whose
+    spline is evaluated.
 
     Raises:
         ValueError: if the leaves differ in length, or the layers are spread over MPI ranks.
@@ -27,7 +28,8 @@ def unstack(layers: PyTree) -> list[PyTree]:
         refuse_ranks(layers)
         _, layers, _ = stacks(layers)
     count = _inputs.number_of_layers(layers, None)
-    return [jax.tree.map(lambda x, n=n: x[n], layers) for n in range(count)]
+    graphdef, state = nnx.split(layers)  # which knows what a module uses twice
+    return [nnx.merge(graphdef, jax.tree.map(lambda x, n=n: x[n], state)) for n in range(count)]
 
 
 def save(path: str | os.PathLike[str], params: PyTree) -> None:

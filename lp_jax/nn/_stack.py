@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from lp_jax import _parallel
@@ -89,10 +90,20 @@ def _call(
     )
 
 
-def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[ModuleStep, PyTree]:
-    """Turn a module that is one layer into the first two arguments of `lp_jax.solve`.
+def stack(
+    make_module: MakeModule | Sequence[PyTree],
+    num_layers: Any = None,
+    *,
+    rngs: Any = None,
+) -> Any:
+    """Turn a module that is one layer into the first two arguments of `lp_jax.solve`; or stack blocks that are there.
 
-    The module's ``__call__(y, t, dt) -> y_next`` is one step. It may have any of these keywords, and gets them by name:
+    **Blocks.** For an ``nnx.List``, or a list or tuple, of equal blocks, the result is one block whose arrays have the blocks
+    as leading axis, for ``nnx.scan``, ``jax.lax.scan`` and `unstack`: a scan can be solved, and a Python loop cannot. Blocks are
+    modules of NNX or Equinox, or other pytrees, such as parameters of Linen. All variables are stacked, with random streams.
+
+    **A layer.** The module's ``__call__(y, t, dt) -> y_next`` is one step. It may have any of these keywords, and gets them
+    by name:
 
     - ``data``: the layer's slice of the solve's ``data``, or None.
     - ``key``: the layer's random key. Without a keyword ``data``, it is the layer's slice of the solve's ``data``. For
@@ -110,7 +121,7 @@ def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[
 
     Raises:
         ValueError: if ``num_layers`` is below 1, or the module holds anything but `nnx.Param`: stored random streams,
-            arrays, running statistics (`LayerParallel` carries these).
+            arrays, running statistics (`LayerParallel` carries these); and for blocks that differ in more than their numbers.
         TypeError: if ``rngs`` is not an `nnx.Rngs`, or ``make_module`` does not build an `nnx.Module`.
 
     Example:
@@ -122,7 +133,17 @@ def stack(make_module: MakeModule, num_layers: int, *, rngs: nnx.Rngs) -> tuple[
         (64, 8, 8)
         >>> lp_jax.solve(step, params, jnp.ones((4, 8), "float32")).y1.shape
         (4, 8)
+        >>> nn.stack([nn.DenseResidual(8, rngs=nnx.Rngs(n)) for n in range(24)]).inner.kernel.shape
+        (24, 8, 8)
     """
+    if not callable(make_module):
+        graphdefs, states = zip(*map(nnx.split, make_module), strict=True)
+        if other := next((g for g in graphdefs if g != graphdefs[0]), None):
+            raise ValueError(
+                "blocks that are stacked may differ in the numbers of their arrays only; got other trees, or other functions in "
+                f"them, such as initializers: {graphdefs[0]} and {other}."
+            )
+        return _merged(graphdefs[0], jax.tree.map(lambda *x: jnp.stack(x), *states))
     graphdef, params = nnx.split(stacked_module(make_module, num_layers, rngs, holds=nnx.Param))
     return ModuleStep(graphdef), nnx.to_pure_dict(params)
 
@@ -164,10 +185,15 @@ def stacked_module(
 
     keys = jax.random.split(rngs.params(), num_layers)
     params = comm.init(jax.vmap(make), keys, solvers)
-    module = nnx.merge(graphdefs[0], params)
+    return _merged(graphdefs[0], params)
+
+
+def _merged(graphdef: nnx.GraphDef, stacked: PyTree) -> Any:
+    """Return stacked variables as a module; a layer's metadata lack the layers' axis, which nnx.vmap would add, too."""
+    module = nnx.merge(graphdef, stacked)
     for _, variable in nnx.to_flat_state(nnx.state(module)):
-        # a layer's metadata lack the layers' axis, which nnx.vmap would add, too
-        if names := variable.get_metadata().get("out_sharding"):
+        metadata: Any = getattr(variable, "get_metadata", dict)()
+        if names := metadata.get("out_sharding"):
             variable.set_metadata(out_sharding=("layers", *names))
     return module
 
@@ -231,6 +257,7 @@ def parallel(f: Callable[..., PyTree], **options: Any) -> Callable[..., PyTree]:
             with nnx.split_context(tag) as context:
                 graphdef, state = context.split((args, kwargs))
 
+            @functools.wraps(f)
             def pure(state: nnx.State) -> PyTree:
                 with nnx.merge_context(tag, inner=True) as context:
                     given = context.merge(graphdef, state)

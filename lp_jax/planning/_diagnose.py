@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree, Slices, State
@@ -248,9 +247,9 @@ def _numbers(problem: Problem) -> tuple[float, ...]:
                 v, size = _normal(_tree.sub(pull(at[0]), at[0]))
                 return _normal(_tree.sub(push(v)[0], v))[0], size
 
-            return lax.fori_loop(0, _ROUNDS, turn, (w, jnp.sqrt(_tree.sum_of_squares(w))))[1]
+            return _tree.fori_loop(0, _ROUNDS, turn, (w, jnp.sqrt(_tree.sum_of_squares(w))))[1]
 
-        _, entering = lax.scan(lambda y, x: (step(y, x, shared), y), chain.y0, chain.slices)
+        _, entering = _tree.scan(lambda y, x: (step(y, x, shared), y), chain.y0, chain.slices)
         leaves, structure = jax.tree.flatten(chain.y0)
         keys = jax.random.split(jax.random.key(0), len(leaves))
         drawn = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
@@ -261,7 +260,7 @@ def _numbers(problem: Problem) -> tuple[float, ...]:
             w, size = _normal(transposed(*at)(w))
             return _tree.where(size > _reset(size), w, start), size
 
-        sizes = lax.scan(back, start, layers, reverse=True)[1]
+        sizes = _tree.scan(back, start, layers, reverse=True)[1]
         stays = sizes > _reset(sizes)
         growth = jnp.mean(jnp.log(sizes), where=stays | ~jnp.any(stays))
         return jnp.sum(jax.vmap(norm, (0, 0, None))(*layers, start)), growth, jnp.sum(~stays)

@@ -12,7 +12,7 @@ import numpy as np
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree
 from lp_jax._levels._result import RESULTS, SERIAL, ranked
-from lp_jax._programs._asked import Asked, asked
+from lp_jax._programs._asked import SolveContext, asked
 from lp_jax._solvers._default import Pair
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
@@ -150,7 +150,7 @@ def compare(
     )
     pairs = {name: None if pair is None else as_pair(pair) for name, pair in named.items()}
 
-    def compiled(what: Asked) -> Callable[..., PyTree]:
+    def compiled(what: SolveContext) -> Callable[..., PyTree]:
         gradient = jax.jit(jax.grad(loss, argnums, has_aux))
 
         def call(*args: PyTree) -> PyTree:
@@ -161,13 +161,13 @@ def compare(
         return call
 
     def measure(*args: PyTree) -> dict[str, GradientErrors]:
-        exact = compiled(Asked((Serial(), Serial())))
+        exact = compiled(SolveContext((Serial(), Serial())))
         wanted = jax.device_get(exact(*args))
         errors = {}
         for name, pair in pairs.items():
-            gradient, reports = compiled(Asked(pair)), list[tuple[str, Solver, int, Stats]]()
+            gradient, reports = compiled(SolveContext(pair)), list[tuple[str, Solver, int, Stats]]()
             got = jax.device_get(gradient(*args))
-            listening = Asked(
+            listening = SolveContext(
                 pair, lambda *solve, to=reports: lambda stats: to.append((*solve, stats))
             )
             jax.block_until_ready(compiled(listening)(*args))

@@ -6,8 +6,8 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import ACCELERATOR
 from lp_jax._arrays._products import cost_of, depth_of, live
 from lp_jax._arrays._types import Arrays, CPoints, Layer, PyTree, State
@@ -123,7 +123,7 @@ class _Counted(Workers):
         def turn(_: jax.Array, u: State) -> State:
             return self.shift(jax.tree.map(lambda x: x[0 if reverse else -1], run(u)[0]), 1)
 
-        return run(lax.fori_loop(1, self.active, turn, y0))
+        return run(_tree.fori_loop(1, self.active, turn, y0))
 
 
 def _mark(tree: PyTree, terms: int) -> PyTree:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lp_jax._arrays import _check
+from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Solver
 from lp_jax.train._ranks import Ranks, total
@@ -104,8 +104,8 @@ def _coefficients(products: jax.Array, updates: jax.Array) -> jax.Array:
         return c.at[pair].add(along - weights[pair] * (products[memory + pair] @ c)), None
 
     c = jnp.zeros_like(products[0]).at[-1].set(1)
-    c, along = lax.scan(newest_first, c, pairs)
-    return lax.scan(oldest_first, scale * c, (pairs, along), reverse=True)[0]
+    c, along = _tree.scan(newest_first, c, pairs)
+    return _tree.scan(oldest_first, scale * c, (pairs, along), reverse=True)[0]
 
 
 Trial: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, PyTree]
@@ -158,7 +158,7 @@ class Backtracking:
             return count + 1, length, value <= loss + 1e-4 * length * slope, trajectory
 
         start = (jnp.int32(0), jnp.ones_like(loss), jnp.asarray(False), trajectory)
-        count, length, good, trajectory = lax.while_loop(
+        count, length, good, trajectory = _tree.while_loop(
             lambda c: ~c[2] & (c[0] < self.trials), body, start
         )
         return at(jnp.where(good, length, jnp.zeros_like(length))), trajectory, count, ~good

@@ -109,7 +109,7 @@ class Ranks:
         def mean_loss(
             params: PyTree, batch: Batch, *solvers: Solver | None
         ) -> tuple[jax.Array, Info]:
-            watched = asked.value.watch and asked.value.watch.counts
+            watched = asked.value.counter and asked.value.counter.counts
             params, watched = _transposed_mean((params, watched), self.data)
             own_loss = (
                 loss_fn if watched is None else functools.partial(count_results(loss_fn), watched)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,7 @@ def test_scans_are_found_wherever_they_stand(name):
 @pytest.mark.parametrize(
     ("f", "why"),
     [
-        (own_gradient, None),
+        (own_gradient, "derivative of its own"),
         (
             lambda w, x: lax.scan(
                 lambda y, w: (jax.debug.callback(lambda: None), body(y, w))[1], x, w
@@ -130,11 +131,48 @@ def test_scans_are_found_wherever_they_stand(name):
     ids=["own gradient", "callback", "integers", "integers from floats"],
 )
 def test_what_cannot_be_solved_is_left_as_it_is(f, why):
-    assert solved(f, W, X) == (1 if f is own_gradient else 0)  # its own, which stays
-    np.testing.assert_array_equal(total(lp_jax.parallel(f, solver=EXACT)(W, X)), total(f(W, X)))
+    with pytest.warns(UserWarning, match=rf"leaves a scan as it is, .*test_parallel.py.*: .*{why}"):
+        count = solved(f, W, X)
+    assert count == (1 if f is own_gradient else 0)  # its own, which stays
+    for options in ({}, {"where": lambda scan: False}):  # nobody asked for more
+        np.testing.assert_array_equal(total(lp_jax.parallel(f, **options)(W, X)), total(f(W, X)))
     found = lp_jax.scans(f, solver=EXACT)(W, X)
-    assert [why in one.takes for one in found] == ([] if why is None else [True])
-    assert why is None or found[0].takes.startswith("left as it is")
+    assert [why in one.takes for one in found] == ([] if f is own_gradient else [True])
+    assert f is own_gradient or found[0].takes.startswith("left as it is")
+
+
+def in_a_loop(blocks, x):
+    for w in blocks:
+        x = x + 0.1 * jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("options", [{"solver": EXACT}, {"comm": jax.make_mesh((1,), ("layers",))}])
+def test_a_loop_without_a_scan_is_said_once(options):
+    """However often it is traced, with what to do: the recipe is solved."""
+    blocks, gradient = list(W), jax.grad(lp_jax.parallel(in_a_loop, **options))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for x in (X, X[:1]):
+            got = jax.jit(gradient)(blocks, x)
+    (text,) = (str(one.message) for one in found)
+    assert "in_a_loop" in text and "Stack the equal blocks" in text and "nn.stack" in text
+    jax.grad(lp_jax.parallel(in_a_loop))(blocks, X)  # the default is silent
+
+    def stacked(blocks, x):
+        blocks = jax.tree.map(lambda *x: jnp.stack(x), *blocks)
+        step = lambda x, w: (x + 0.1 * jnp.tanh(x @ w), None)  # noqa: E731
+        return jnp.mean(lax.scan(step, x, blocks)[0] ** 2)
+
+    assert solved(stacked, blocks, X[:1]) == 1
+    again = jax.jit(jax.grad(lp_jax.parallel(stacked, solver=EXACT)))(blocks, X[:1])
+    assert relative_error(again, got) < 1e-12
+
+
+def test_a_solver_of_where_that_is_not_used_is_said():
+    f = lambda w, x: lax.scan(lambda i, w: (i + 1, jnp.sum(w)), 0, w)[1]  # noqa: E731
+    with pytest.warns(UserWarning, match="no floating-point"):
+        lp_jax.parallel(f, where=lambda scan: EXACT)(W, X)
 
 
 def test_the_default_leaves_what_nothing_is_faster_than():
@@ -275,12 +313,27 @@ def test_scopes_and_places_are_kept():
     assert "network/sin" in text and "test_parallel.py" in text
 
 
-def test_a_function_that_takes_a_gradient_says_where_to_go():
-    gradient = jax.grad(lambda w: total(plain(w, X)))
+def train(gradient, w):
+    return lax.scan(lambda w, _: (w - 0.1 * gradient(w), None), w, None, length=2)[0]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda f: f,
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda w: lax.cond(w[0, 0, 0] < 9, f, lambda w: 0.0, w),
+    ],
+    ids=["plain", "jit", "checkpoint", "cond"],
+)
+@pytest.mark.parametrize("loop", [lambda f, w: f(w), train], ids=["gradient", "training"])
+def test_a_function_that_takes_a_gradient_says_where_to_go(inner, loop):
+    f = functools.partial(loop, jax.grad(inner(lambda w: total(plain(w, X)))))
     with pytest.warns(UserWarning, match=r"jax.grad\(lp_jax.parallel\(loss\)\)"):
-        got = jax.jit(lp_jax.parallel(gradient, solver=EXACT))(W)
-        assert solved(gradient, W) == 0  # neither way
-    np.testing.assert_allclose(got, gradient(W), rtol=1e-12)
+        got = jax.jit(lp_jax.parallel(f, solver=EXACT))(W)
+        assert solved(f, W) == 0  # neither way, nor the training's own scan
+    np.testing.assert_allclose(got, jax.jit(f)(W), rtol=1e-12)
 
 
 def test_arguments_that_are_no_arrays_are_constants():

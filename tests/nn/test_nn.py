@@ -121,6 +121,43 @@ def test_layer_parallel_is_solve_on_its_stack():
     assert float(trunk.solve(y, solver=again, guess="zeros").stats.residual_norms[0]) > 1e-2
 
 
+class Shared(nnx.Module):
+    """A block with a parameter that it uses twice, statistics and a random stream."""
+
+    def __init__(self, rngs, rate=0.5):
+        self.inner = self.again = nnx.Linear(4, 4, rngs=rngs, param_dtype="float64")
+        self.norm = nn.BatchNorm(4, rngs=rngs, param_dtype="float64")
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, y):
+        return y + 0.1 * self.dropout(self.norm(self.again(nnx.tanh(self.inner(y)))))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, nnx.List])
+def test_blocks_of_a_python_loop_are_stacked(kind):
+    """A scan over them is the loop, and is solved; `unstack` gives the blocks back."""
+    blocks = kind([Shared(nnx.Rngs(seed)) for seed in range(6)])
+    stacked, y = nn.stack(blocks), normal((3, 4))
+    assert stacked.inner is stacked.again and stacked.inner.kernel.shape == (6, 4, 4)
+    scan = nnx.scan(lambda y, block: block(y), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    with jax.numpy_dtype_promotion("standard"):  # of Flax' norm
+        found = nn.parallel(scan, solver=lp_jax.Picard(sweeps=6))(y, stacked)
+        for block in blocks:
+            y = block(y)
+    assert_close(found, y, rtol=1e-12)
+    assert_close(stacked.norm.mean[...], jnp.stack([block.norm.mean[...] for block in blocks]))
+    for block, again in zip(blocks, nn.unstack(stacked), strict=True):
+        jax.tree.map(
+            np.testing.assert_array_equal, nnx.state(block, nnx.Param), nnx.state(again, nnx.Param)
+        )
+
+
+def test_blocks_that_differ_are_not_stacked():
+    assert nn.stack([{"w": jnp.ones(3)}, {"w": jnp.zeros(3)}])["w"].shape == (2, 3)
+    with pytest.raises(ValueError, match="numbers of their arrays only"):
+        nn.stack([Shared(nnx.Rngs(0)), Shared(nnx.Rngs(0), rate=0.1)])
+
+
 class Clock(nnx.Module):
     """y + dt * t * w"""
 

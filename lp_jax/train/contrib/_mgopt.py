@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax import lax
 
 from lp_jax import nn
-from lp_jax._arrays import _check
+from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._solver import Solver
 from lp_jax.nn._refine import staying
@@ -160,7 +159,7 @@ class _Cycle:
             params, opt_state = self.step(*carry)
             return params, opt_state, self.at(level, v, params)[0]
 
-        return lax.fori_loop(0, number, body, (params, opt_state, at))
+        return _tree.fori_loop(0, number, body, (params, opt_state, at))
 
     def step(self, params: PyTree, opt_state: PyTree, at: Point) -> tuple[PyTree, PyTree]:
         updates, opt_state = self.optimizer.update(at[1], opt_state, params)
