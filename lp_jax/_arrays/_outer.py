@@ -38,7 +38,8 @@ def with_few_terms(
         return bind(equation, operands)
 
     home = jax.sharding.get_abstract_mesh() if home is None else home
-    return lambda *arguments: at_home(program, home, arguments, operation)
+    of_each = operation if terms else bind  # else calls stay calls
+    return lambda *arguments: at_home(program, home, arguments, of_each)
 
 
 def has_few(program: core.Jaxpr, terms: int, *, least: int = 1) -> bool:
