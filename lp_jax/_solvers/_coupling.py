@@ -23,18 +23,8 @@ Linear = Callable[[State], State]
 Property = bool | tuple[int, ...] | str | None
 """Property of an array in a program: axes of examples, `COUPLED` or `UNKNOWN`; or whether it is computed in place."""
 
-_ONE_BY_ONE = [
-    "mul",
-    "div",
-    "neg",
-    "add",
-    "sub",
-    "add_any",
-    "convert_element_type",
-    "select_n",
-    "copy",
-    "reduce_precision",
-]
+_ONE_BY_ONE = """retyped mul div neg add sub add_any
+    convert_element_type select_n copy reduce_precision""".split()  # noqa: SIM905
 
 
 def acts_in_place(linear: Linear, state: State) -> bool:

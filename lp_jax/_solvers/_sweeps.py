@@ -272,7 +272,11 @@ class Secant(Sweeps):
         residuals = _tree.sub(stepped, state.points(level))
         # Phi(u) - Phi(u - d) is (1 + slope) d plus the residuals. Squares of each component are
         # weighed by those of its states, so that the slope does not depend on units
-        pairs = (residuals, change), (change, change), (u, u)
+        states = u
+        if workers.padded:  # slots beyond the last layer do not count
+            real = workers.start(level.span) + jnp.arange(level.steps, dtype=jnp.int32)
+            states = _tree.where_rows(real < workers.total(level.span), u)
+        pairs = (residuals, change), (change, change), (states, states)
         *products, sizes = workers.sum([_tree.inner_by_component(*pair) for pair in pairs])
         along, squared = (_in_sizes(product, sizes) for product in products)
         slope = jnp.clip(slope + along / jnp.where(squared > 0, squared, 1), -1, 0)

@@ -290,12 +290,12 @@ def test_keys_draw_what_they_draw_in_one_layer_after_another(impl, of, name):
         assert relative_error(gradient(lp_jax.scan, solver=once), wanted) > 1e-2
 
 
-def test_keys_of_examples_draw_what_each_draws_alone():
-    """Where `vmap` of ``lax.scan`` has numbers of the first key for all."""
+def test_keys_of_examples_draw_what_a_scan_of_them_draws():
+    """`vmap` of ``lax.scan`` has the numbers of the first key for all examples, and so has `vmap` of a solve."""
     body, (keys, numbers) = dropped("unsafe_rbg", "of the layer")
     each = jax.random.split(keys[0], (2, N))
     f = lambda keys: lp_jax.scan(body, X, (W, keys, numbers), solver=lp_jax.Picard(sweeps=N))[0]  # noqa: E731
-    one = lambda keys: lax.scan(body, X, (W, keys, numbers))[0]  # noqa: E731
-    np.testing.assert_allclose(jax.vmap(f)(each), jnp.stack([one(k) for k in each]), rtol=1e-12)
+    scan = lambda keys: lax.scan(body, X, (W, keys, numbers))[0]  # noqa: E731
+    np.testing.assert_allclose(jax.vmap(f)(each), jax.vmap(scan)(each), rtol=1e-12)
     same = jax.vmap(f, axis_size=2, in_axes=None)(keys)
-    np.testing.assert_allclose(same, [one(keys)] * 2, rtol=1e-12)
+    np.testing.assert_allclose(same, [scan(keys)] * 2, rtol=1e-12)
