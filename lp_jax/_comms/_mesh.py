@@ -260,7 +260,7 @@ class OnMesh(Workers):
         return _sum(tree, self.axis)
 
     def max(self, tree: PyTree) -> PyTree:
-        return lax.pmax(tree, self.axis)
+        return _tree.narrow(lax.pmax(_tree.wide(tree), self.axis), tree)  # as for `_sum`
 
     def gather(self, tree: PyTree, span: int) -> PyTree:
         return lax.all_gather(tree, self.axis, tiled=True)

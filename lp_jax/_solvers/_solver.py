@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.lax import stop_gradient
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Slices, State, Transfer
@@ -305,13 +306,13 @@ def iterate(
         """Largest changes, or residuals, of all workers, and the sizes of their states."""
         states = solver.compared(levels, after)
         if not solver.compares_changes:
-            return workers.max((residual.largest, largest(states[0])))
+            return workers.max(stop_gradient((residual.largest, largest(states[0]))))
         found = changes(fine, solver.compared(levels, before), states)
         if solver.recovers:  # what was set back has not changed, and is no solution
             finite = jnp.isfinite(residual.total)
             kept = jax.tree.map(lambda x: jnp.where(finite, x, jnp.inf), found.change)
             found = found._replace(change=kept)
-        return workers.max(found)
+        return workers.max(stop_gradient(found))
 
     def unfinished(at: Progress) -> jax.Array:
         wanted = ~at.met & (jnp.isfinite(at.errors[at.done - 1]) | solver.recovers)
