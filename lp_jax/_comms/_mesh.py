@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
+from lp_jax._comms import _wire
 from lp_jax._comms._comm import Comm, Unit, common_unit
 from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Run, Workers
 
@@ -250,7 +251,12 @@ class OnMesh(Workers):
         spread = functools.partial(
             jax.shard_map, mesh=self.mesh, axis_names={self.axis}, check_vma=False
         )
-        return body if self.opened else spread(body, in_specs=specs, out_specs=specs)
+        if self.opened:
+            return body
+        opened = spread(body, in_specs=specs, out_specs=specs)
+        # The gradient of a loop around a solve takes out of the loop what does not depend on its carry, and would divide the
+        # solve, whose parts hold types of another mesh.
+        return lambda *arrays: opened(*_wire.depend(arrays, arrays))
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
         pairs = [(i, i + by) for i in range(self.active) if 0 <= i + by < self.active]
