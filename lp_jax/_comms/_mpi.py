@@ -342,9 +342,15 @@ class OnRanks(Workers):
 
         def everyone(x: jax.Array) -> jax.Array:  # (n, bytes)
             x = jnp.pad(x, ((0, max(lengths) - x.shape[0]), (0, 0)))
-            return mpi4jax.allgather(x, comm=self.comm._duplicates[0]).reshape(-1, x.shape[1])[
-                jnp.asarray(rows)
-            ]
+            return together(x).reshape(-1, x.shape[1])[jnp.asarray(rows)]
+
+        @jax.custom_batching.custom_vmap
+        def together(x: jax.Array) -> jax.Array:
+            return mpi4jax.allgather(x, comm=self.comm._duplicates[0])
+
+        @together.def_vmap  # mpi4jax has no rule for it
+        def batched(size: int, axes: object, x: jax.Array) -> tuple[jax.Array, bool]:
+            return jnp.moveaxis(together(x), 1, 0), True
 
         return _wire.apply_packed(self._alike(tree), everyone, listed=True)
 

@@ -20,9 +20,8 @@ _LOST = 1e-2  # of a state: largest rounding error
 _ROUNDING = 10  # times that of a state: smaller residuals may go up and down
 _GROWN = 12  # times the first error: sweeps that converge stay below 11 on the way, others pass 12
 _NOISE = 32  # times the rounding of the norm: smaller changes may go up and down
-_FASTEST = (
-    0.3  # rate by which a change is trusted to shrink in the next iteration, even if it fell faster
-)
+# rate by which a change is trusted to shrink in the next iteration, even if it fell faster
+_FASTEST = 0.3
 _STALLED = 4  # iterations that do not halve an error that had fallen tenfold: rounding, or a limit
 
 
@@ -171,10 +170,8 @@ def hopeless(errors: jax.Array, k: jax.Array, goal: jax.Array | None) -> jax.Arr
     if goal is None:
         return given_up
     factorial = jnp.asarray(np.cumsum(np.log(np.arange(1, most + 1))), errors.dtype)
-    growth = jnp.log(k.astype(errors.dtype) * last / errors[k - 2])
+    slope = jnp.log(k.astype(errors.dtype) * last / errors[k - 2])
     predicted = (
-        jnp.log(last)
-        + (most - k).astype(errors.dtype) * growth
-        - (factorial[-1] - factorial[k - 1])
+        jnp.log(last) + (most - k).astype(errors.dtype) * slope - (factorial[-1] - factorial[k - 1])
     )
     return given_up | ((k > 1) & (predicted > jnp.log(goal)))

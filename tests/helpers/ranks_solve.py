@@ -238,7 +238,8 @@ def transforms(_=None):
 
     def solved(solver, y, params, data):
         step = lambda y, layer: body(y, (layer.params, layer.data))  # noqa: E731
-        options = {"solver": solver, "comm": COMM, "has_aux": True}
+        comm = lp_jax.MPIComm(sequential="gather") if solver is cycles else COMM
+        options = {"solver": solver, "comm": comm, "has_aux": True}
         solution = lp_jax.solve(step, params, y, data=data, **options)
         return solution.y1, solution.aux
 
