@@ -40,8 +40,8 @@ def _never(tree: PyTree) -> jax.Array:
 def depend(tree: PyTree, others: PyTree) -> PyTree:
     """Return the tree. JAX takes each of its arrays to depend on all ``others``; XLA drops that, a choice between equals."""
     arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
-    none = [jnp.zeros(0, jnp.uint8), *(encode(x.reshape(-1)[:0], 0) for x in arrays)]
-    some = jnp.concatenate(none).any()
+    none = [x.reshape(-1)[:0] != x.reshape(-1)[:0] for x in arrays]
+    some = jnp.concatenate([jnp.zeros(0, bool), *none]).any()
     return jax.tree.map(lambda x: jnp.where(some, x, x), tree)
 
 

@@ -74,7 +74,7 @@ def error_of_changes(y0: State, found: Changes) -> Scalar:
     def leaf(y: jax.Array, *parts: jax.Array) -> jax.Array:
         change, _, moved, last_change, last = _in_sizes(y, *parts)
         summed = eps_of(_tree.wide(y))
-        rounding = 2 * eps_of(y) + 8 * summed
+        rounding = 4 * eps_of(y) + 8 * summed
         error = _mean_square(jnp.where(change <= rounding, 0, change))
         floor = rounding * last + summed
         last_error = _mean_square(jnp.where(last_change <= floor, 0, last_change))
