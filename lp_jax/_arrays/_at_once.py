@@ -299,13 +299,6 @@ def chunk(n: int, most: int) -> int:
 
 def batched(one: Callable[..., PyTree], size: int) -> Callable[..., PyTree]:
     """Apply ``one`` to each of ``size`` entries of the leading axis of all its arguments."""
-    if size == 0:  # a worker without layers, for which JAX cannot draw from keys
-
-        def none(*operands: PyTree) -> PyTree:
-            shapes = jax.eval_shape(one, *map(_tree.entry_like, operands))
-            return _tree.repeat(_tree.zeros_like(shapes), 0)
-
-        return none
     if size != 1:
         return jax.vmap(one)
     first = functools.partial(jax.tree.map, lambda x: x[0])
