@@ -101,7 +101,7 @@ def fit(
         measures: measurements at some of the steps.
         log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, accuracy (of
             classes), forward_residual_1, ..., time (seconds since the start), step_time (seconds per step, the mean since the
-            host last waited), and what `Metrics` has: loss, gradient_norm, trials, gradients, result, adjoint_result.
+            host last waited), and what `Metrics` has: loss, gradient_norm, trials, result, adjoint_result.
         log_every: number of steps after which metrics are fetched.
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
         checkpoint_every: number of steps between two checkpoints; None is ``steps_per_epoch``.
@@ -261,7 +261,6 @@ class _Recorder:
                 "gradient_norm": metrics.gradient_norm,
                 **measured("forward_residual", norms),
                 "trials": metrics.trials,
-                "gradients": metrics.gradients,
                 "result": info.result,
                 "adjoint_result": metrics.adjoint_result,
                 "time": self.seconds,

@@ -67,7 +67,6 @@ class Metrics(NamedTuple):
         info: auxiliary output of the loss function.
         trials, stuck: number of step lengths that the line search tried, and whether none was good enough, so that the
             parameters did not change; None without a line search.
-        gradients: cost of the step in gradients of the network, trials included; None for one gradient and the trials.
         adjoint_result: worst result code of the adjoint solves, one of `lp_jax.RESULTS`; None if it was not watched.
     """
 
@@ -77,7 +76,6 @@ class Metrics(NamedTuple):
     info: Info
     trials: jax.Array | None = None
     stuck: jax.Array | None = None
-    gradients: jax.Array | None = None
     adjoint_result: jax.Array | None = None
 
 
