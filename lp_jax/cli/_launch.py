@@ -47,9 +47,8 @@ class Launch:
     size: int = 1  # number of processes
     agree: Callable[[int | None], int | None] = unchanged  # the signal that any process received
     broadcast: Callable[[PyTree], PyTree] = unchanged  # the first process's value
-    all_failed: Callable[[], bool] = lambda: (
-        True
-    )  # whether every process fails within a few seconds
+    # whether every process fails within a few seconds
+    all_failed: Callable[[], bool] = lambda: True
     abort: Callable[[int], object] = sys.exit  # ends the whole job with an exit code
 
     @property
@@ -124,7 +123,10 @@ def _mpi() -> Launch:
 
 def _distributed(options: argparse.Namespace) -> Launch:
     """Start ``jax.distributed``, and return this process of it."""
-    address, process, number, count = options.coordinator, options.process, None, None
+    address = options.coordinator
+    process = options.process
+    number = None
+    count = None
     if (address is None) != (process is None):
         raise UsageError(
             "--coordinator and --process belong together; under Slurm or Open MPI leave out both."
@@ -195,7 +197,8 @@ def _meet(address: str, number: int, count: int) -> None:
 
 def _receive(family: int, where: Any, count: int, end: float) -> str:
     """Return "go" when all other processes have come, and tell them."""
-    missing, come = {f"{i}/{count}" for i in range(1, count)}, []
+    missing = {f"{i}/{count}" for i in range(1, count)}
+    come = []
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(where, family=family, backlog=count))
         while missing:

@@ -11,11 +11,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lp_jax import MGRIT, Picard, Serial, data, nn, train
+from lp_jax import MGRIT, Picard, Serial, Solver, data, nn, train
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._default import SWEEPS
-from lp_jax._solvers._solver import Solver
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._launch import unchanged
 from lp_jax.data._dataset import Scaler
@@ -77,9 +76,8 @@ class Task:
     # from a model to its loss and parameters, and the same loss of outputs and targets
     loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = train.classification
     measure: Measure = train.cross_entropy
-    unscaled: Callable[[np.ndarray], np.ndarray] | None = (
-        None  # turns outputs into the units of the file, for values
-    )
+    # turns outputs into the units of the file, for values
+    unscaled: Callable[[np.ndarray], np.ndarray] | None = None
     about: str = ""  # a line on the data
     names: tuple[str, ...] = ()  # names of the classes; empty where they are numbers
     length: int = 0  # largest number of positions of a sequence; 0 for other inputs
@@ -87,9 +85,8 @@ class Task:
         int, ...
     ] = ()  # number of values of each of the numbers that describe a token; empty for other inputs
     causal: bool = False  # whether a position sees only itself and earlier ones
-    samples: Callable[[Predict], str] | None = (
-        None  # writes a few answers as text; None shows nothing
-    )
+    # writes a few answers as text; None shows nothing
+    samples: Callable[[Predict], str] | None = None
 
 
 def task_of(dataset: data.Dataset, training: Training) -> Task:
@@ -97,10 +94,8 @@ def task_of(dataset: data.Dataset, training: Training) -> Task:
     unscaled = None
     if not dataset.classes:
         scale = Scaler(dataset.train_y)
-        dataset, unscaled = (
-            dataset._replace(train_y=scale(dataset.train_y), test_y=scale(dataset.test_y)),
-            scale.back,
-        )
+        dataset = dataset._replace(train_y=scale(dataset.train_y), test_y=scale(dataset.test_y))
+        unscaled = scale.back
 
     def batches(epoch: int) -> Iterator[Batch]:
         for x, y in data.batches(dataset, training.batch_size, seed=training.seed, epoch=epoch):
@@ -212,8 +207,10 @@ class Conv(Model):
         if len(task.shape) < 2:
             wanted = "inputs of shape (..., height, width, channels)"
             raise UsageError(f"--model conv needs {wanted}; these have shape {task.shape}.")
-        width, (*space, inputs) = self.width, task.shape
-        kernel, state = (3,) * len(space), (*(-(-size // self.stride) for size in space), width)
+        width = self.width
+        *space, inputs = task.shape
+        kernel = (3,) * len(space)
+        state = (*(-(-size // self.stride) for size in space), width)
         # large states are averaged over space
         closing = nn.DenseClosing if math.prod(state) <= 2**16 else nn.PoolClosing
         return nn.Classifier(

@@ -81,10 +81,8 @@ def characters(
         size = (len(ids) - 1) // length * length
         return ids[:size].reshape(-1, length), ids[1 : size + 1].reshape(-1, length)
 
-    train, test = (
-        windows(codes[:first_held_out], "train with"),
-        windows(codes[first_held_out:], "hold out"),
-    )
+    train = windows(codes[:first_held_out], "train with")
+    test = windows(codes[first_held_out:], "hold out")
     names = (*_RESERVED, *map(chr, known))
     return Dataset(*train, *test, classes=len(names), shape=(length,), names=names)
 

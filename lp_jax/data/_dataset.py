@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
-Arrays: TypeAlias = np.ndarray | tuple[np.ndarray, ...]
+Arrays = np.ndarray | tuple[np.ndarray, ...]
 
 
 class Dataset(NamedTuple):
@@ -96,10 +96,8 @@ class Scaler:
         self._scaler = require("sklearn.preprocessing").StandardScaler().fit(_rows(values))
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
-        scaled, largest = (
-            self._scaler.transform(_rows(values)).reshape(values.shape),
-            float(np.finfo(np.float32).max),
-        )
+        scaled = self._scaler.transform(_rows(values)).reshape(values.shape)
+        largest = float(np.finfo(np.float32).max)
         check_finite("after scaling by the training samples", "the data", scaled, largest=largest)
         return scaled.astype(np.float32)
 
@@ -178,9 +176,8 @@ def check_finite(
     place: object, name: str, array: np.ndarray, wanted: str = "", largest: float = LARGEST
 ) -> None:
     """Refuse NaN, infinity and numbers that are too large; name the first one and its indices."""
-    if (
-        array.dtype.kind == "f" and not (fine := np.abs(array) < np.float64(largest)).all()
-    ):  # float32 has no 1e150
+    # float32 has no 1e150
+    if array.dtype.kind == "f" and not (fine := np.abs(array) < np.float64(largest)).all():
         at = [int(index) for index in np.argwhere(~fine)[0]]
         raise wrong(
             place,

@@ -57,7 +57,8 @@ def read_conllu(path: Path) -> list[Sentence]:
     return sentences
 
 
-PADDING, UNKNOWN = "<padding>", "<unknown>"
+PADDING = "<padding>"
+UNKNOWN = "<unknown>"
 SHAPES = ("lower", "Capitalised", "UPPER", "miXed", "number", "letters and digits", "sign")
 
 
@@ -188,7 +189,8 @@ def gum(
             for start in range(0, len(entries), longest)
         ]
 
-    parts, words = {}, {}
+    parts = {}
+    words = {}
     for split, found in sentences.items():
         words[split] = pieces(sentence.words for sentence in found)
         x = [np.array(list(map(row, piece)), np.int32) for piece in words[split]]

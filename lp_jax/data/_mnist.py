@@ -59,7 +59,8 @@ def _split(folder: Path, name: str, size: tuple[int, ...] | None) -> tuple[np.nd
 def _bytes(folder: Path, name: str, *, axes: int) -> tuple[Path, np.ndarray]:
     """Read an IDX file: 0, 0, 8 for bytes, the number of axes; the size of each in 4 bytes; the values."""
     path = find(folder, name, "a folder with the four files of MNIST")
-    magic, wanted = bytes([0, 0, 8, axes]), f"an IDX file of bytes along {axes} axes"
+    magic = bytes([0, 0, 8, axes])
+    wanted = f"an IDX file of bytes along {axes} axes"
     raw = content(path, wanted)
     if not raw.startswith(magic):
         raise wrong(path, f"starts with {raw[:4].hex()!r}", f"{magic.hex()!r}, {wanted}")
@@ -93,5 +94,6 @@ def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
         Alpaydin, Kaynak, "Optical recognition of handwritten digits", UCI Machine Learning Repository, 1998.
     """
     bunch = require("sklearn.datasets").load_digits()
-    x, y = (bunch.images[..., None] / 16.0).astype(np.float32), bunch.target.astype(np.int32)
+    x = (bunch.images[..., None] / 16.0).astype(np.float32)
+    y = bunch.target.astype(np.int32)
     return Dataset(*split(x, y, test_fraction, seed), classes=_CLASSES, shape=x.shape[1:])

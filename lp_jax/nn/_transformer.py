@@ -18,7 +18,7 @@ References:
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,12 @@ from jax.typing import DTypeLike
 
 from lp_jax._arrays import _check
 
-Mask: TypeAlias = jax.Array | None
+Mask = jax.Array | None
 """Visible positions, ``(batch, length)``; None for all."""
 
 
-Linear: TypeAlias = Callable[[int, int], nnx.Linear]
-Norm: TypeAlias = Callable[[int], nnx.LayerNorm]
+Linear = Callable[[int, int], nnx.Linear]
+Norm = Callable[[int], nnx.LayerNorm]
 
 
 class Attention(nnx.Module):
@@ -54,7 +54,8 @@ class Attention(nnx.Module):
         self.norm = norm(width)
         if cross:
             self.norm_memory = norm(width)
-            self.query, self.key_value = linear(width, width), linear(width, 2 * width)
+            self.query = linear(width, width)
+            self.key_value = linear(width, 2 * width)
         else:
             self.query_key_value = linear(width, 3 * width)
         self.out = projection(width, width)
@@ -254,7 +255,8 @@ class EncoderDecoderLayer(TransformerLayer):
         key: jax.Array | None = None,
         index: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        (x, y), (x_mask, y_mask) = state, (None, None) if shared is None else shared
+        x, y = state
+        x_mask, y_mask = (None, None) if shared is None else shared
         return lax.cond(
             index < self.encoder_layers,
             lambda: (x + dt * self.encoder_rhs(x, x_mask, key), y),

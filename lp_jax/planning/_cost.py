@@ -77,8 +77,10 @@ def predict(
             f"data_workers={data_workers} is more than the {machine.examples} examples."
         )
     machine = machine.divided(data_workers)
-    resolved, parameters = solver.resolve(layers), math.ceil(layers / workers) * machine.layer_bytes
-    evaluations, schedule = 0.0, Schedule()
+    resolved = solver.resolve(layers)
+    parameters = math.ceil(layers / workers) * machine.layer_bytes
+    evaluations = 0.0
+    schedule = Schedule()
     for each, adjoint in ((solver, False), (adjoint_solver, True)):
         kept = resolved.keeps_states
         work = count(

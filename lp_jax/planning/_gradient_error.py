@@ -165,7 +165,8 @@ def compare(
         wanted = jax.device_get(exact(*args))
         errors = {}
         for name, pair in pairs.items():
-            gradient, reports = compiled(SolveContext(pair)), list[tuple[str, Solver, int, Stats]]()
+            gradient = compiled(SolveContext(pair))
+            reports = list[tuple[str, Solver, int, Stats]]()
             got = jax.device_get(gradient(*args))
             listening = SolveContext(
                 pair, lambda *solve, to=reports: lambda stats: to.append((*solve, stats))

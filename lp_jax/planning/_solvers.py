@@ -14,9 +14,8 @@ from lp_jax._solvers._solver import WITHOUT_TOLERANCE, Solver
 from lp_jax._solvers._sweeps import Secant, Sweeps
 from lp_jax.planning._machine import Machine
 
-_OF_A_SWEEP = (
-    3  # arrays of all states: points, what was stepped, cotangents; increments add up on the way
-)
+# arrays of all states: points, what was stepped, cotangents; increments add up on the way
+_OF_A_SWEEP = 3
 _OF_A_CYCLE = 8  # arrays of C-points per level, forward and adjoint
 _F_POINTS = 2  # arrays of all states, where intervals are recomputed as one batch
 _OF_NEWTON = 6  # arrays of all states: those of a sweep, entries, increments, their sum

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lp_jax import MPIComm, Solver
 from lp_jax._arrays._types import PyTree
-from lp_jax._comms._mpi import MPIComm
 from lp_jax._levels._result import ranked
 from lp_jax._programs._asked import asked, count_results
-from lp_jax._solvers._solver import Solver
 from lp_jax.nn._solved import combined_stats
 from lp_jax.train._types import Batch, Info, LossFn
 
@@ -86,7 +85,8 @@ class Ranks:
 
     def local_batch(self, batch: Batch) -> Batch:
         """Return this rank's examples of a batch, leaves ``(batch, ...)``; ValueError if it cannot be split evenly."""
-        copies, number = self.data.size, self.data.rank
+        copies = self.data.size
+        number = self.data.rank
 
         def leaf(x: jax.Array) -> jax.Array:
             size, rest = divmod(len(x), copies)

@@ -1,14 +1,14 @@
 """The records of training: its state, what a loss returns, the metrics of a step."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 
+from lp_jax import Stats
 from lp_jax._arrays._types import PyTree
-from lp_jax._solvers._solver import Stats
 
-Batch: TypeAlias = PyTree
+Batch = PyTree
 
 
 class Restart(NamedTuple):
@@ -79,8 +79,8 @@ class Metrics(NamedTuple):
     adjoint_result: jax.Array | None = None
 
 
-LossFn: TypeAlias = Callable[..., tuple[jax.Array, Info]]
+LossFn = Callable[..., tuple[jax.Array, Info]]
 """``loss_fn(params, batch, solver, adjoint_solver)``; for `one_shot`, with a `Restart` as a fifth argument."""
 
-StepFn: TypeAlias = Callable[..., tuple[TrainState, Metrics]]
+StepFn = Callable[..., tuple[TrainState, Metrics]]
 """``step_fn(state, batch, solver, adjoint_solver)``; without solvers, the loss uses its own."""

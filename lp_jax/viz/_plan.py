@@ -84,8 +84,8 @@ def _draw_errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]
         if points:
             ax.plot(*zip(*points, strict=True), marker, color=colour, markersize=8, label=name)
     if result.best.error:
-        best = 1e3 * result.best.cost.seconds, result.best.error
-        ax.plot(*best, "o", color=BLUE, markersize=15, mfc="none", label="best")
+        best = 1e3 * result.best.cost.seconds
+        ax.plot(best, result.best.error, "o", color=BLUE, markersize=15, mfc="none", label="best")
     ax.axvline(1e3 * result.serial.cost.seconds, color=RED, linewidth=1.8, label="serial")
     ax.axhline(
         result.error,

@@ -245,7 +245,8 @@ def gradient_errors(
     # the best and the worst after two iterations; later, rounding may hide the difference
     count = min([len(values) for values in errors.values()] + [2] * (len(errors) > 1))
     at = {name: values[count - 1] for name, values in errors.items()}
-    worst, best = max(at, key=at.__getitem__), min(at, key=at.__getitem__)
+    worst = max(at, key=at.__getitem__)
+    best = min(at, key=at.__getitem__)
     after = f"After {numbered(count, iteration)}, the gradient error is {number(at[worst])} with {worst}"
     fig = figure(after if worst == best else f"{after},\n{number(at[best])} with {best}")
     ax = fig.subplots()
@@ -310,7 +311,8 @@ def _losses(
 def _accuracy_axis(ax: Axes, lines: Sequence[np.ndarray], *shown: float) -> None:
     """Set the y-axis to where the better half of the evaluations lies, and ``shown``; the first ones would flatten it."""
     values = [value for line in lines for value in line if math.isfinite(value)]
-    low, high = min([float(np.median(values)), *shown]), max([*values, *shown])
+    low = min([float(np.median(values)), *shown])
+    high = max([*values, *shown])
     space = max(high - low, 0.01) / 2
     ax.set_ylim(max(0.0, low - space), min(1.0, high + space))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -320,7 +322,8 @@ def _residuals_title(
     chosen: Rows, histories: Mapping[str, Sequence[np.ndarray]], iteration: str
 ) -> str:
     """Title with the reduction of each solve's residual norm. Norms at the level of rounding do not count as growth."""
-    factors, grown = [], []
+    factors = []
+    grown = []
     for solve, norms_at in histories.items():
         for row, norms in zip(chosen, norms_at, strict=True):
             known = norms[norms > 0].tolist()  # neither unmeasured nor exactly solved
@@ -333,7 +336,8 @@ def _residuals_title(
         return f"Residual norm in each {iteration}"
     if grown:
         return f"The residual norm grows in {len(grown)} of {len(factors)} solves, by up to {number(max(grown))}"
-    lowest, highest = number(min(factors)), number(max(factors))
+    lowest = number(min(factors))
+    highest = number(max(factors))
     if max(factors) < _SETTLED:
         return "The residual norms are as small as rounding lets them be"
     if min(factors) < _SETTLED:

@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from networks import F64, BatchNormed, assert_close, normal
-from networks import dense_classifier as model
+from networks import F64, BatchNormed, assert_close, dense_classifier as model, normal
 from problems import relative_error
 
 import lp_jax

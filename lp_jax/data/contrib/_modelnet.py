@@ -83,7 +83,8 @@ def modelnet(folder: str | os.PathLike[str], size: int = 32) -> Dataset:
 def _meshes(
     folder: Path, split: str, names: Sequence[str], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    x, y = [], []
+    x = []
+    y = []
     for label, name in enumerate(names):
         paths = sorted(
             path for end in ("off", "off.gz") for path in (folder / name / split).glob(f"*.{end}")
@@ -98,7 +99,8 @@ def _meshes(
 def _voxels(path: Path, size: int) -> np.ndarray:
     """Return the voxels of a mesh, booleans ``(size, size, size)`` along the coordinates' axes."""
     wanted = "an OFF file of a mesh"
-    trimesh, text = require("trimesh"), "\n".join(lines(path, wanted))
+    trimesh = require("trimesh")
+    text = "\n".join(lines(path, wanted))
     with reading(path, wanted):
         mesh = trimesh.load_mesh(io.StringIO(text), file_type="off", process=False)
         rows = [
