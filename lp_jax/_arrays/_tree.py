@@ -284,11 +284,9 @@ def resize(tree: PyTree, n: int) -> PyTree:
 
 def with_fresh_keys(tree: PyTree) -> PyTree:
     """Clone the keys: a layer uses its key on every visit, which ``jax_debug_key_reuse`` would report."""
-
-    def leaf(x: jax.Array) -> jax.Array:
-        return jax.random.clone(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-    return jax.tree.map(leaf, tree)
+    return jax.tree.map(
+        lambda x: jax.random.clone(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree
+    )
 
 
 def leading(tree: PyTree) -> int:

@@ -106,12 +106,11 @@ def experiment(
 ) -> Experiment:
     """Build the model, with its layers on the devices that use them; ``layers`` replaces their number in the settings."""
     pair = solvers or settings.model.solvers
-    rngs = nnx.Rngs(settings.training.seed)
     model = settings.model.build(
         task,
         layers or settings.layers,
-        settings.t1,
-        rngs,
+        nnx.Rngs(settings.training.seed),
+        t1=settings.t1,
         solver=pair[0],
         adjoint_solver=pair[1],
         comm=place.comm,

@@ -115,10 +115,14 @@ def _mpi() -> Launch:
             time.sleep(0.01)
         return all_came
 
-    def agree(signal: int | None) -> int | None:
-        return max(host.allgather(signal or 0)) or None
-
-    return Launch(host.rank, host.size, agree, host.bcast, all_failed, MPI.COMM_WORLD.Abort)
+    return Launch(
+        host.rank,
+        host.size,
+        lambda signal: max(host.allgather(signal or 0)) or None,
+        host.bcast,
+        all_failed,
+        MPI.COMM_WORLD.Abort,
+    )
 
 
 def _distributed(options: argparse.Namespace) -> Launch:
@@ -160,12 +164,13 @@ def _distributed(options: argparse.Namespace) -> Launch:
     if sizes:
         set_cpu_devices(max(1, math.prod(sizes.values()) // (count or _started()[1])))
 
-    def agree(signal: int | None) -> int | None:
-        return int(np.max(multihost_utils.process_allgather(np.int32(signal or 0)))) or None
-
-    # leaving properly would wait for the other processes
     return Launch(
-        jax.process_index(), jax.process_count(), agree, _broadcast, _all_failed, os._exit
+        jax.process_index(),
+        jax.process_count(),
+        lambda signal: int(multihost_utils.process_allgather(np.int32(signal or 0)).max()) or None,
+        _broadcast,
+        _all_failed,
+        os._exit,  # leaving properly would wait for the other processes
     )
 
 

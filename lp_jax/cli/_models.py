@@ -165,27 +165,22 @@ class Model(abc.ABC):
         return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
 
     @abc.abstractmethod
-    def build(
-        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
-    ) -> nn.Classifier:
-        """Return the network for a task; ``solve`` are ``solver``, ``adjoint_solver`` and ``comm`` of the layers."""
+    def build(self, task: Task, layers: int, rngs: nnx.Rngs, **trunk: Any) -> nn.Classifier:
+        """Return the network for a task; ``trunk`` are ``t1``, ``solver``, ``adjoint_solver`` and ``comm`` of the layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense(Model):
     """Dense residual layers."""
 
-    def build(
-        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
-    ) -> nn.Classifier:
+    def build(self, task: Task, layers: int, rngs: nnx.Rngs, **trunk: Any) -> nn.Classifier:
         return nn.Classifier(
             nn.DenseOpening(task.shape, self.width, rngs=rngs),
             nn.LayerParallel(
                 lambda rngs: nn.DenseResidual(self.width, rngs=rngs),
                 layers,
-                t1=t1,
                 rngs=rngs,
-                **solve,
+                **trunk,
             ),
             nn.DenseClosing((self.width,), task.outputs, rngs=rngs),
         )
@@ -201,9 +196,7 @@ class Conv(Model):
 
     stride: int = 1
 
-    def build(
-        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
-    ) -> nn.Classifier:
+    def build(self, task: Task, layers: int, rngs: nnx.Rngs, **trunk: Any) -> nn.Classifier:
         if len(task.shape) < 2:
             wanted = "inputs of shape (..., height, width, channels)"
             raise UsageError(f"--model conv needs {wanted}; these have shape {task.shape}.")
@@ -218,9 +211,8 @@ class Conv(Model):
             nn.LayerParallel(
                 lambda rngs: nn.ConvResidual(width, kernel=kernel, rngs=rngs),
                 layers,
-                t1=t1,
                 rngs=rngs,
-                **solve,
+                **trunk,
             ),
             closing(state, task.outputs, rngs=rngs),
         )
@@ -240,9 +232,7 @@ class Transformer(Model):
     buffers: int = 0
     dropout: float = 0.0
 
-    def build(
-        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
-    ) -> nn.Classifier:
+    def build(self, task: Task, layers: int, rngs: nnx.Rngs, **trunk: Any) -> nn.Classifier:
         depth = layers + 2 * self.buffers
 
         def make(rngs: nnx.Rngs) -> nnx.Module:
@@ -259,7 +249,7 @@ class Transformer(Model):
             return nn.LayerParallel(make, self.buffers, t1=self.buffers, solver=Serial(), rngs=rngs)
 
         sizes = task.sizes[0] if task.causal else task.sizes
-        middle = nn.LayerParallel(make, layers, t1=t1, rngs=rngs, **solve)
+        middle = nn.LayerParallel(make, layers, rngs=rngs, **trunk)
         return nn.Classifier(
             nn.TokenOpening(sizes, self.width, max_length=task.length, rngs=rngs),
             nn.Network(buffer(), middle, buffer()) if self.buffers else middle,
@@ -280,12 +270,9 @@ class GRU(Model):
     solvers: ClassVar[Pair] = (CYCLES, CYCLES)
     layer_name: ClassVar[str] = "steps"
 
-    def build(
-        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
-    ) -> nn.Classifier:
-        gru = nn.GRU(
-            task.shape[-1], self.width, units=self.units, dt=t1 / layers, rngs=rngs, **solve
-        )
+    def build(self, task: Task, layers: int, rngs: nnx.Rngs, **trunk: Any) -> nn.Classifier:
+        dt = trunk.pop("t1") / layers
+        gru = nn.GRU(task.shape[-1], self.width, units=self.units, dt=dt, rngs=rngs, **trunk)
         uppermost = nnx.Sequential(itemgetter(-1), nnx.Linear(self.width, task.outputs, rngs=rngs))
         return nn.Classifier(unchanged, gru, uppermost)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,6 @@ from lp_jax.data import contrib
 from lp_jax.data._batches import padded
 from lp_jax.data._dataset import Scaler
 from lp_jax.data._gum import Tagging
-from lp_jax.train._types import Batch
 
 T = TypeVar("T")
 
@@ -86,23 +85,20 @@ def gum(training: Training, data: Path) -> Task:
     """Return the task of a treebank: sentences, batched with others of about their length."""
     tagging = datasets.gum(data, max_length=_LENGTHS[-1])
 
-    def batches(epoch: int) -> Iterator[Batch]:
-        return datasets.bucketed(
-            tagging.train, training.batch_size, lengths=_LENGTHS, seed=training.seed, epoch=epoch
-        )
-
     test = datasets.bucketed(
         tagging.test, len(tagging.test.x), lengths=_LENGTHS[-1:], seed=0, epoch=0, drop_last=False
     )
     return Task(
-        batches=batches,
+        batches=lambda epoch: datasets.bucketed(
+            tagging.train, training.batch_size, lengths=_LENGTHS, seed=training.seed, epoch=epoch
+        ),
         steps_per_epoch=steps_per_epoch(len(tagging.train.x), training),
         test_batches=list(test),
         shape=(),
         outputs=tagging.classes,
-        names=tuple(tagging.tags),
+        names=tagging.tags,
         length=_LENGTHS[-1],
-        sizes=tuple(tagging.sizes),
+        sizes=tagging.sizes,
         samples=functools.partial(tag_samples, tagging),
     )
 

@@ -119,10 +119,9 @@ class _Counted(Workers):
         return jax.tree.map(lambda x: jnp.concatenate([x] * self.active), _mark(tree, _REDUCTION))
 
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
-        def turn(_: jax.Array, u: State) -> State:
-            return self.shift(jax.tree.map(lambda x: x[0 if reverse else -1], run(u)[0]), 1)
-
-        return run(_tree.fori_loop(1, self.active, turn, y0))
+        last = functools.partial(jax.tree.map, lambda x: x[0 if reverse else -1])
+        turns = _tree.fori_loop(1, self.active, lambda _, u: self.shift(last(run(u)[0]), 1), y0)
+        return run(turns)
 
 
 def _mark(tree: PyTree, terms: int) -> PyTree:

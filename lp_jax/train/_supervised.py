@@ -157,11 +157,11 @@ def regression(
     ``(x, y)`` or ``(x, y, key)``; a y of another shape than the outputs, ``(examples, values)``, raises ValueError. Scale y: a
     new network returns numbers around 1. ``Info.correct`` and `Evaluation.accuracy` are None, as no answer is right or wrong.
     """
-
-    def score(outputs: jax.Array, y: jax.Array) -> tuple[jax.Array, Mapping[str, Any]]:
-        return mean_squared_error(outputs, y), {"total": jnp.int32(y.size), "outside": jnp.int32(0)}
-
-    return _supervised(model, score, penalty)
+    return _supervised(
+        model,
+        lambda outputs, y: (mean_squared_error(outputs, y), {"total": jnp.int32(y.size)}),
+        penalty,
+    )
 
 
 def _supervised(
@@ -184,12 +184,12 @@ def _supervised(
         x, y, keys = split_batch(batch)
         merged = nnx.merge(graphdef, params)
         options = keys if restart is None else keys | restart._asdict()
-        extra: jax.Array | float = 0.0
-        if penalty is not None and isinstance(merged.trunk, LayerParallel):
-            extra = penalty(merged.trunk.problem(merged.opening(x), **merged.context_of(x), **keys))
         outputs, solution = merged.solve(x, **options, solver=solver, adjoint_solver=adjoint_solver)
         loss, counts = score(outputs, y)
-        return loss + extra, Info(
+        if penalty is not None and isinstance(merged.trunk, LayerParallel):
+            problem = merged.trunk.problem(merged.opening(x), **merged.context_of(x), **keys)
+            loss += penalty(problem)
+        return loss, Info(
             stats=solution.stats,
             result=solution.result,
             scale=jnp.sqrt(_tree.sum_of_squares(solution.y1)),
