@@ -192,9 +192,8 @@ def _length(xs: Stacked, length: Any) -> int:
     """The number of layers, as ``jax.lax.scan`` finds and refuses it."""
     for path, leaf in jax.tree.leaves_with_path(xs):
         if jnp.ndim(leaf) == 0:
-            where = f"xs{jax.tree_util.keystr(path)}"
             raise ValueError(
-                f"{where} is a scalar; every leaf of xs must have the layers as its leading axis."
+                f"xs{jax.tree_util.keystr(path)} is a scalar; every leaf of xs must have the layers as its leading axis."
             )
     kinds = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), xs)
     n = jax.eval_shape(lambda xs: _tree.scan(lambda c, x: (c, c), 0.0, xs, length)[1], kinds).shape[

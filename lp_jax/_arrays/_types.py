@@ -1,5 +1,6 @@
 """The argument of a step, and the names of the trees that the solver works on, by the leading axis of their leaves."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -7,6 +8,8 @@ import jax
 from jax.typing import ArrayLike
 
 PyTree = Any
+StrPath = str | os.PathLike[str]
+"""The name of a file or a folder, as `open` takes it."""
 
 if TYPE_CHECKING:
     from jaxtyping import Inexact, PyTree as Tree, Shaped

@@ -118,9 +118,9 @@ def numbers_of(logs: Mapping[str, train.Log]) -> tuple[float, dict[str, dict[str
             row["gradient_error"] for row in log.of("probe")
         ]  # a log has None for what is not finite
         errors = [math.nan if error is None else error for error in probed] or (0.0, 0.0)
-        times = {"seconds": seconds(log, target), "all_seconds": seconds(log)}
         numbers[name] = {
-            **times,
+            "seconds": seconds(log, target),
+            "all_seconds": seconds(log),
             "accuracy": last[name],
             "first_error": errors[0],
             "last_error": errors[-1],

@@ -12,6 +12,7 @@ from flax import nnx
 
 from lp_jax import Serial, Solver, nn, planning
 from lp_jax._arrays._types import PyTree
+from lp_jax._solvers._default import SERIAL as SERIAL
 from lp_jax.cli._launch import check_memory
 from lp_jax.cli._models import Pair, Task
 from lp_jax.cli._problems import Settings
@@ -22,7 +23,6 @@ from lp_jax.train._controller import gradient_error
 from lp_jax.train._log import Row, unflat
 from lp_jax.train._types import Batch, LossFn
 
-SERIAL: Pair = (Serial(), Serial())
 _training_step = functools.lru_cache(maxsize=1024)(planning.training_step)
 _count = functools.lru_cache(maxsize=1024)(count)
 
@@ -51,12 +51,12 @@ class Experiment:
 
     @functools.cached_property
     def loss_fn(self) -> LossFn:
-        return self.place.loss(self.task.loss(self.model)[0])
+        return self.loss(self.model)[0]
 
     @functools.cached_property
     def params(self) -> PyTree:
         """The initial parameters."""
-        return self.place.everywhere(self.task.loss(self.model)[1])
+        return self.loss(self.model)[1]
 
     @property
     def exact(self) -> bool:
@@ -115,7 +115,7 @@ def experiment(
         adjoint_solver=pair[1],
         comm=place.comm,
     )
-    # which ask for the paths of the parameters that are spread over them
+    # ranks ask for the paths of the parameters that are spread over them
     if place.ranks is not None:
         spread = [
             "/".join(map(str, (*path, "layers")))

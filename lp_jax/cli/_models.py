@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lp_jax import MGRIT, Picard, Serial, Solver, data, nn, train
+from lp_jax import MGRIT, Picard, Serial, data, nn, train
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
-from lp_jax._solvers._default import SWEEPS
+from lp_jax._solvers._default import SWEEPS, Pair
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._launch import unchanged
 from lp_jax.data._dataset import Scaler
@@ -23,9 +23,6 @@ from lp_jax.train._types import Batch, LossFn
 
 Predict = Callable[[PyTree], np.ndarray]
 """A function from a batch of inputs to outputs."""
-
-Pair = tuple[Solver, Solver]
-"""A forward and an adjoint solver."""
 
 
 def check_sizes(settings: Any) -> None:

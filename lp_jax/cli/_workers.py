@@ -19,7 +19,7 @@ from lp_jax.cli._launch import mesh_sizes, set_cpu_devices, unchanged
 from lp_jax.cli._models import Pair
 from lp_jax.cli._problems import Settings
 from lp_jax.train import Info, Ranks
-from lp_jax.train._types import Batch, LossFn
+from lp_jax.train._types import Batch, Loss, LossFn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,11 @@ def copies(comm: MeshComm) -> Place:
     specs = (PartitionSpec(), PartitionSpec(comm.axis))
 
     def loss(loss_fn: LossFn) -> LossFn:
-        def whole(params: PyTree, batch: Batch, *solvers: Solver | None) -> tuple[jax.Array, Info]:
+        def whole(params: PyTree, batch: Batch, *solvers: Solver | None) -> Loss:
             @functools.partial(
                 jax.shard_map, mesh=comm.mesh, in_specs=specs, out_specs=PartitionSpec()
             )
-            def share(params: PyTree, batch: Batch) -> tuple[jax.Array, Info]:
+            def share(params: PyTree, batch: Batch) -> Loss:
                 own = jax.tree.map(lambda x: jax.lax.pcast(x, comm.axis, to="varying"), params)
                 loss, info = loss_fn(own, batch, *solvers)
                 loss, scale = jax.lax.pmean((loss, info.scale), comm.axis)

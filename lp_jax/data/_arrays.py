@@ -1,16 +1,15 @@
 """Your own arrays, in a NumPy file."""
 
-import os
 from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._dataset import Dataset, archive, check_finite, split, wrong
+from lp_jax.data._dataset import Dataset, Samples, StrPath, archive, check_finite, split, wrong
 
 _WANTED = "a file as numpy.savez writes it, with x of shape (samples, ...) and y, a class or values for each sample"
 
 
-def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
+def arrays(path: StrPath, *, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
     """Load inputs ``x`` and classes or values ``y`` from a ``.npz`` file, as ``numpy.savez("mine.npz", x=x, y=y)`` writes it.
 
     Args:
@@ -71,7 +70,7 @@ def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: in
     )
 
 
-def _pair(path: Path, stored: dict[str, np.ndarray], prefix: str) -> tuple[np.ndarray, np.ndarray]:
+def _pair(path: Path, stored: dict[str, np.ndarray], prefix: str) -> Samples:
     """Return x and y, or test_x and test_y; refuse those that are missing or no data set."""
     a = f"{prefix}x"
     b = f"{prefix}y"

@@ -12,6 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lp_jax._arrays._types import StrPath as StrPath
+
+Samples = tuple[np.ndarray, np.ndarray]
+"""Inputs, and their labels or values."""
+
 Arrays = np.ndarray | tuple[np.ndarray, ...]
 
 
@@ -76,8 +81,9 @@ def split(
     counts = np.unique(y, return_counts=True)[1] if by_class else [len(y)]
     test = math.ceil(test_fraction * len(y))
     if min(counts) < 2:
-        why = "to train with and to hold out; one has a single one"
-        raise ValueError(f"each class must have two samples or more, {why}.")
+        raise ValueError(
+            "each class must have two samples or more, to train with and to hold out; one has a single one."
+        )
     if min(test, len(y) - test) < len(counts):
         got = f"{test_fraction} leaves {len(y) - test} to train with and {test} to hold out, for {len(counts)} classes"
         raise ValueError(f"test_fraction must leave one sample of each class or more; {got}.")

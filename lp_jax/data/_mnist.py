@@ -1,17 +1,26 @@
 """Handwritten digits: those of scikit-learn, and MNIST from IDX files (a magic number, sizes of the axes, bytes)."""
 
 import math
-import os
 from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._dataset import Dataset, content, find, reading, require, split, wrong
+from lp_jax.data._dataset import (
+    Dataset,
+    Samples,
+    StrPath,
+    content,
+    find,
+    reading,
+    require,
+    split,
+    wrong,
+)
 
 _CLASSES = 10
 
 
-def mnist(folder: str | os.PathLike[str]) -> Dataset:
+def mnist(folder: StrPath) -> Dataset:
     """Load MNIST, Fashion-MNIST or the like, from a folder of four IDX files of the usual names.
 
     The names are ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
@@ -32,7 +41,7 @@ def mnist(folder: str | os.PathLike[str]) -> Dataset:
     return Dataset(train_x, train_y, test_x, test_y, classes=_CLASSES, shape=train_x.shape[1:])
 
 
-def _split(folder: Path, name: str, size: tuple[int, ...] | None) -> tuple[np.ndarray, np.ndarray]:
+def _split(folder: Path, name: str, size: tuple[int, ...] | None) -> Samples:
     images_file, images = _bytes(folder, f"{name}-images-idx3-ubyte", axes=3)
     labels_file, labels = _bytes(folder, f"{name}-labels-idx1-ubyte", axes=1)
     if images.size == 0 or images.shape[1:] != (size or images.shape[1:]):

@@ -1,13 +1,12 @@
 """Time series to classify: the ``.ts`` problems of the archives."""
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from lp_jax.data._batches import padded
-from lp_jax.data._dataset import Dataset, Scaler, check_finite, find, lines, wrong
+from lp_jax.data._dataset import Dataset, Scaler, StrPath, check_finite, find, lines, wrong
 
 
 class Series(NamedTuple):
@@ -91,7 +90,7 @@ def _values(place: str, channels: list[str], fill: float | None) -> np.ndarray:
     return x.T
 
 
-def timeseries(folder: str | os.PathLike[str], name: str, *, fill: float | None = None) -> Dataset:
+def timeseries(folder: StrPath, name: str, *, fill: float | None = None) -> Dataset:
     """Load a problem of the UCR and UEA archives, from a folder of the two files ``NAME_TRAIN.ts`` and ``NAME_TEST.ts``.
 
     Each is in the ``.ts`` format, plain or gzipped with ``.gz`` at its end. ``fill`` replaces missing values, ``?`` or ``NaN``;

@@ -96,9 +96,8 @@ class Solved(nnx.Module, abc.ABC):
         """Return sequences ``(batch, time, features)`` as ``(time, batch, features)``, the times of this worker."""
         if x.ndim != 3 or x.shape[-1] != features:
             name = type(self).__name__
-            wanted = f"(batch, time, {features})"
             raise ValueError(
-                f"{name} takes sequences of {features} features, {wanted}; got {x.shape}."
+                f"{name} takes sequences of {features} features, (batch, time, {features}); got {x.shape}."
             )
         return self.comm.share(self.comm.replicate(jnp.swapaxes(x, 0, 1)), self.placing_solvers())
 

@@ -82,9 +82,13 @@ def predict(
     evaluations = 0.0
     schedule = Schedule()
     for each, adjoint in ((solver, False), (adjoint_solver, True)):
-        kept = resolved.keeps_states
         work = count(
-            each, layers, workers=workers, at_once=machine.at_once[-1], kept=kept, adjoint=adjoint
+            each,
+            layers,
+            workers=workers,
+            at_once=machine.at_once[-1],
+            kept=resolved.keeps_states,
+            adjoint=adjoint,
         )
         relaxes = each.resolve(layers).stride(layers) > 1
         for (kind, size), number in work.batches.items():

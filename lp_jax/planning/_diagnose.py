@@ -37,6 +37,10 @@ _MOST = 32  # iterations, as of the default solver
 _ROUNDS = 10  # of power iteration
 
 
+Measured = tuple[State, jax.Array]
+"""A state of norm 1, and the norm that it had."""
+
+
 class Rehearsal(NamedTuple):
     """Iterations of a pair of solvers on a few examples, until their tolerance was met or they gave up, and result codes."""
 
@@ -244,7 +248,7 @@ def _numbers(problem: Problem) -> tuple[float, ...]:
             pull = transposed(y, x)
             push = jax.linear_transpose(pull, w)
 
-            def turn(_: jax.Array, at: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+            def turn(_: jax.Array, at: Measured) -> Measured:
                 v, size = _normal(_tree.sub(pull(at[0]), at[0]))
                 return _normal(_tree.sub(push(v)[0], v))[0], size
 
@@ -257,7 +261,7 @@ def _numbers(problem: Problem) -> tuple[float, ...]:
         start, _ = _normal(jax.tree.unflatten(structure, drawn))
         layers = entering, chain.slices
 
-        def back(w: State, at: tuple[State, Slices]) -> tuple[State, jax.Array]:
+        def back(w: State, at: tuple[State, Slices]) -> Measured:
             w, size = _normal(transposed(*at)(w))
             return _tree.where(size > _reset(size), w, start), size
 
@@ -274,7 +278,7 @@ def _reset(size: jax.Array) -> float:
     return float(jnp.finfo(size.dtype).eps)
 
 
-def _normal(v: State) -> tuple[State, jax.Array]:
+def _normal(v: State) -> Measured:
     """A state divided by its norm, and the norm."""
     size = jnp.sqrt(_tree.sum_of_squares(v))
     size = jnp.maximum(size, jnp.finfo(size.dtype).tiny)

@@ -209,6 +209,7 @@ def _worst(reports: Sequence[tuple[str, Solver, int, Stats]]) -> tuple[Solved, .
     rows = []
     for (_, direction, name, layers), solves in sorted(kinds.items()):
         iterations, residuals, results = zip(*solves, strict=True)
-        residual, result = float(np.max(residuals)), max(results, key=ranked)
+        residual = float(np.max(residuals))
+        result = max(results, key=ranked)
         rows.append(Solved(direction, name, layers, len(solves), max(iterations), residual, result))
     return tuple(rows)

@@ -159,9 +159,11 @@ class Plan:
             factor = -(-self.layers // workers)
             # one interval per worker, and as many cycles: exact, whatever the network
             if 2 <= factor < self.layers:
-                count = -(-self.layers // factor)
                 solver = MGRIT(
-                    coarsening=factor, iterations=count, coarse_step=Identity(), storage="all"
+                    coarsening=factor,
+                    iterations=-(-self.layers // factor),
+                    coarse_step=Identity(),
+                    storage="all",
                 )
                 known.append((solver, solver))
             return min(predicted(pair, workers, data_workers) for pair in known)

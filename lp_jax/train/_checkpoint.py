@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from orbax.checkpoint import multihost, v1 as ocp
 
-from lp_jax._arrays._types import PyTree
+from lp_jax._arrays._types import PyTree, StrPath
 from lp_jax.nn._export import described, first_difference
 from lp_jax.train._ranks import Ranks
 from lp_jax.train._step import replicate_rest
@@ -70,7 +70,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: StrPath,
         *,
         config: Mapping[str, object],
         keep: int = 2,

@@ -33,10 +33,8 @@ def convergence_warning(
         and max(measured) > _ROUNDING * scale
     ):
         listed = ", ".join(f"{norm:.2g}" for norm in measured)
-        factor = measured[-1] / measured[0]
-        return (
-            f"the {solve} residual grows over the cycles ({listed}; factor {factor:.3g}): {ADVICE}."
-        )
+        grown = f"{listed}; factor {measured[-1] / measured[0]:.3g}"
+        return f"the {solve} residual grows over the cycles ({grown}): {ADVICE}."
     if result not in (DONE, SERIAL, NON_FINITE):
         return f"the {solve} solve: {RESULTS[result]}."
     return None

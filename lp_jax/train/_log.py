@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lp_jax._arrays._types import StrPath
 
 Row = dict[str, Any]
 
@@ -31,7 +32,7 @@ class Log:
         [{'kind': 'train', 'step': 1, 'loss': 0.7}]
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None):
+    def __init__(self, path: StrPath | None = None):
         self.path = None if path is None else Path(path)
         self.rows: list[Row] = (
             list(read_rows(self.path)) if self.path is not None and self.path.exists() else []
@@ -65,7 +66,7 @@ class Log:
         return [row for row in self.rows if row["kind"] == kind]
 
 
-def read_rows(path: str | os.PathLike[str]) -> Iterable[Row]:
+def read_rows(path: StrPath) -> Iterable[Row]:
     """Yield the rows of a file of JSON lines, as `Log` does."""
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):

@@ -5,7 +5,6 @@ import functools
 import inspect
 import itertools
 import operator
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import optax
 from flax import nnx
 
 from lp_jax import Serial, Solver, nn, planning
-from lp_jax._arrays._types import PyTree
+from lp_jax._arrays._types import PyTree, StrPath
 from lp_jax.nn._refine import staying
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._log import Log
@@ -46,7 +45,7 @@ def nested(
     how: str = "constant",
     loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = classification,
     measures: Callable[[nn.Classifier], Sequence[Every]] | None = None,
-    folder: str | os.PathLike[str] | None = None,
+    folder: StrPath | None = None,
     config: Mapping[str, object] | None = None,
     skip_damaged: bool = False,
     log: Log | None = None,

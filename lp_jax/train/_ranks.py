@@ -17,7 +17,7 @@ from lp_jax._arrays._types import PyTree
 from lp_jax._levels._result import ranked
 from lp_jax._programs._asked import asked, count_results
 from lp_jax.nn._solved import combined_stats
-from lp_jax.train._types import Batch, Info, LossFn
+from lp_jax.train._types import Batch, Loss, LossFn
 
 T = TypeVar("T")
 
@@ -106,9 +106,7 @@ class Ranks:
         if self.data.size == 1:
             return loss_fn
 
-        def mean_loss(
-            params: PyTree, batch: Batch, *solvers: Solver | None
-        ) -> tuple[jax.Array, Info]:
+        def mean_loss(params: PyTree, batch: Batch, *solvers: Solver | None) -> Loss:
             watched = asked.value.counter and asked.value.counter.counts
             params, watched = _transposed_mean((params, watched), self.data)
             own_loss = (
@@ -116,13 +114,10 @@ class Ranks:
             )
             loss, info = own_loss(params, batch, *solvers)
             info = jax.lax.stop_gradient(info)
-            counts = (
-                info.correct,
-                info.total,
-                jnp.asarray(info.outside),
-                jnp.asarray(info.scale) ** 2,
+            square = jnp.asarray(info.scale) ** 2
+            correct, total, outside, square = self.data.sum(
+                (info.correct, info.total, jnp.asarray(info.outside), square)
             )
-            correct, total, outside, square = self.data.sum(counts)
             whole = info._replace(
                 correct=correct,
                 total=total,

@@ -15,7 +15,7 @@ from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree
 from lp_jax.train._lbfgs import Backtracking
 from lp_jax.train._ranks import Ranks, total
-from lp_jax.train._types import Batch, Info, LossFn, Metrics, Restart, StepFn, TrainState
+from lp_jax.train._types import Batch, Info, Loss, LossFn, Metrics, Restart, StepFn, TrainState
 
 
 def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
@@ -117,7 +117,7 @@ def make_train_step(
         def restart(*guesses: PyTree) -> tuple[Restart, ...]:
             return () if state.restart is None else (Restart(*guesses),)
 
-        def loss_of(params: PyTree, adjoint_guess: PyTree) -> tuple[jax.Array, Info]:
+        def loss_of(params: PyTree, adjoint_guess: PyTree) -> Loss:
             return call_loss(
                 loss_fn, params, batch, solver, adjoint_solver, *restart(guess, adjoint_guess)
             )
@@ -176,7 +176,7 @@ def make_train_step(
     return step_fn
 
 
-def call_loss(loss_fn: LossFn, *args: PyTree) -> tuple[jax.Array, Info]:
+def call_loss(loss_fn: LossFn, *args: PyTree) -> Loss:
     """Call a loss; refuse one with other arguments or results."""
     signature = inspect.signature(loss_fn)
     try:

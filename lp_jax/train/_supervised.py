@@ -15,7 +15,7 @@ from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree, State
 from lp_jax.nn import Classifier, LayerParallel
 from lp_jax.planning import Plan, _plan
-from lp_jax.train._types import Batch, Info, LossFn, Restart
+from lp_jax.train._types import Batch, Info, Loss, LossFn, Restart
 
 Measure = Callable[[jax.Array, jax.Array], jax.Array]
 """A loss as a function of outputs and targets, ``(outputs, y)``; returns a scalar."""
@@ -180,7 +180,7 @@ def _supervised(
         solver: Solver,
         adjoint_solver: Solver | None,
         restart: Restart | None = None,
-    ) -> tuple[jax.Array, Info]:
+    ) -> Loss:
         x, y, keys = split_batch(batch)
         merged = nnx.merge(graphdef, params)
         options = keys if restart is None else keys | restart._asdict()

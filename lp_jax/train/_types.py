@@ -79,7 +79,10 @@ class Metrics(NamedTuple):
     adjoint_result: jax.Array | None = None
 
 
-LossFn = Callable[..., tuple[jax.Array, Info]]
+Loss = tuple[jax.Array, Info]
+"""A mean over the batch, and what else a loss returns."""
+
+LossFn = Callable[..., Loss]
 """``loss_fn(params, batch, solver, adjoint_solver)``; for `one_shot`, with a `Restart` as a fifth argument."""
 
 StepFn = Callable[..., tuple[TrainState, Metrics]]

@@ -126,8 +126,13 @@ _PLACES: dict[str, dict[str, Any]] = {
 
 def legend(ax: Axes, place: str, **options: Any) -> None:
     """Add a legend without a box around it: in a corner, or "above", "below" or "outside" on the right."""
-    where = _PLACES.get(place, {"loc": place})
-    ax.legend(fontsize=TICK, framealpha=0.9, edgecolor="none", **where, **options)
+    ax.legend(
+        fontsize=TICK,
+        framealpha=0.9,
+        edgecolor="none",
+        **_PLACES.get(place, {"loc": place}),
+        **options,
+    )
 
 
 def bracket(ax: Axes, start: float, end: float, y: float, text: str) -> None:

@@ -26,9 +26,11 @@ from lp_jax.viz._style import (
 )
 
 Rows = Sequence[Mapping[str, object]]
+Runs = Mapping[str, Rows]
+"""Rows of runs, by their names."""
 
 
-def curves(runs: Mapping[str, Rows]) -> Figure:
+def curves(runs: Runs) -> Figure:
     """Draw training loss and test accuracy against steps, a line for each run: rows of its `lp_jax.train.Log`, by its name.
 
     Without accuracies, as in a regression, the test loss is drawn instead.
@@ -77,7 +79,7 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
     return fig
 
 
-def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
+def race(runs: Runs, *, target: float | None = None) -> Figure:
     """Draw test accuracy against seconds of training, and the time at which each run reached a target.
 
     Seconds are the sum of ``step_time`` up to an evaluation. The title compares the fastest run with the first one.
@@ -131,7 +133,7 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
     return fig
 
 
-def costs(runs: Mapping[str, Rows]) -> Figure:
+def costs(runs: Runs) -> Figure:
     """Draw training loss against its cost: work and depth.
 
     Args:
@@ -280,7 +282,7 @@ def _columns(rows: Rows, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
     )  # None is NaN
 
 
-def _require(runs: Mapping[str, Rows], *kinds: str) -> None:
+def _require(runs: Runs, *kinds: str) -> None:
     """Refuse a picture without runs, or with one that has no row of a kind."""
     if not runs:
         raise ValueError("runs is empty; give the rows of at least one run.")
@@ -290,7 +292,7 @@ def _require(runs: Mapping[str, Rows], *kinds: str) -> None:
 
 
 def _losses(
-    runs: Mapping[str, Rows],
+    runs: Runs,
 ) -> tuple[int, dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Return the steps of training of each run, their losses, and the means over the last ``window`` steps; window first.
 
