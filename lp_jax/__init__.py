@@ -13,41 +13,36 @@ from lp_jax._arrays._check import register as register
 from lp_jax._arrays._types import Layer as Layer
 from lp_jax._comms._comm import Comm as Comm
 from lp_jax._comms._mesh import MeshComm as MeshComm
-from lp_jax._comms._mpi import MPIComm as MPIComm
-from lp_jax._comms._mpi import layer_slices as layer_slices
+from lp_jax._comms._mpi import MPIComm as MPIComm, layer_slices as layer_slices
 from lp_jax._comms._workers import Workers as Workers
 from lp_jax._levels._result import RESULTS as RESULTS
-from lp_jax._parallel import parallel as parallel
-from lp_jax._parallel import scans as scans
-from lp_jax._problem import Problem as Problem
-from lp_jax._problem import solve as solve
-from lp_jax._problem import solve_vjp as solve_vjp
+from lp_jax._parallel import parallel as parallel, scans as scans
+from lp_jax._problem import Problem as Problem, solve as solve, solve_vjp as solve_vjp
 from lp_jax._programs._asked import value_and_grad as value_and_grad
-from lp_jax._scan import scan as scan
-from lp_jax._scan import scanned as scanned
-from lp_jax._solution import Solution as Solution
-from lp_jax._solution import SolveError as SolveError
-from lp_jax._solution import interpolate as interpolate
-from lp_jax._solvers._coarse_step import Coarse as Coarse
-from lp_jax._solvers._coarse_step import CoarseStep as CoarseStep
-from lp_jax._solvers._coarse_step import Identity as Identity
-from lp_jax._solvers._coarse_step import Rediscretize as Rediscretize
+from lp_jax._scan import scan as scan, scanned as scanned
+from lp_jax._solution import (
+    Solution as Solution,
+    SolveError as SolveError,
+    interpolate as interpolate,
+)
+from lp_jax._solvers._coarse_step import (
+    Coarse as Coarse,
+    CoarseStep as CoarseStep,
+    Identity as Identity,
+    Rediscretize as Rediscretize,
+)
 from lp_jax._solvers._mgrit import MGRIT as MGRIT
-from lp_jax._solvers._newton import Clip as Clip
-from lp_jax._solvers._newton import Damping as Damping
-from lp_jax._solvers._newton import Newton as Newton
-from lp_jax._solvers._newton import Shrink as Shrink
+from lp_jax._solvers._newton import (
+    Clip as Clip,
+    Damping as Damping,
+    Newton as Newton,
+    Shrink as Shrink,
+)
 from lp_jax._solvers._serial import Serial as Serial
-from lp_jax._solvers._solver import Needs as Needs
-from lp_jax._solvers._solver import Solver as Solver
-from lp_jax._solvers._solver import Start as Start
-from lp_jax._solvers._solver import Stats as Stats
-from lp_jax._solvers._sweeps import Picard as Picard
-from lp_jax._solvers._sweeps import Secant as Secant
-from lp_jax._solvers._sweeps import Windowed as Windowed
+from lp_jax._solvers._solver import Needs as Needs, Solver as Solver, Start as Start, Stats as Stats
+from lp_jax._solvers._sweeps import Picard as Picard, Secant as Secant, Windowed as Windowed
 from lp_jax.planning._calibrate import calibrate as calibrate
-from lp_jax.planning._gradient_error import compare as compare
-from lp_jax.planning._gradient_error import gradient_error as gradient_error
+from lp_jax.planning._gradient_error import compare as compare, gradient_error as gradient_error
 from lp_jax.planning._plan import plan as plan
 
 __version__ = _version("lp_jax")

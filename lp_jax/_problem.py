@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
-from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step, Times
+from lp_jax._arrays._types import Arrays, CPoints, PyTree, Stacked, State, Step, Times
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._levels._level import Level
 from lp_jax._programs import _inputs
@@ -268,13 +268,11 @@ def _partitions(program: Program, arrays: Arrays) -> Output:
         sharding = jax.typeof(x).sharding
         return PartitionSpec() if sharding.mesh.empty else sharding.spec
 
-    def first(slices: Slices, y0: State, shared: PyTree) -> PyTree:
-        return layer(y0, jax.tree.map(lambda x: x[0], slices), shared)[1]
-
     like = {x.shape: spec(x) for x in jax.tree.leaves(arrays.y0)}
     layer = program.chain(*arrays[:3]).step(0, aux=True)
     aux = jax.eval_shape(
-        first, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays[:3])
+        lambda slices, y0, shared: layer(y0, jax.tree.map(lambda x: x[0], slices), shared)[1],
+        *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays[:3]),
     )
     nowhere: PyTree = PartitionSpec()
     return (

@@ -76,7 +76,8 @@ def scan(
         >>> y.shape, means.shape
         ((4,), (32,))
     """
-    length, comm = _length(xs, length), _inputs.comm(comm)
+    length = _length(xs, length)
+    comm = _inputs.comm(comm)
     solved_for = any(map(_tree.inexact, jax.tree.leaves(init)))
     if not solved_for:
         _refuse_split(comm, "a carry without floating-point numbers")
@@ -90,8 +91,12 @@ def scan(
             return plain()
         raise
     refuse_stretched(solver, adjoint_solver)
-    solvers = {"solver": _of_body(solver, init), "adjoint_solver": _of_body(adjoint_solver, init)}
-    solution = problem.solve(**solvers, guess=guess, adjoint_guess=adjoint_guess)
+    solution = problem.solve(
+        solver=_of_body(solver, init),
+        adjoint_solver=_of_body(adjoint_solver, init),
+        guess=guess,
+        adjoint_guess=adjoint_guess,
+    )
     last = jax.tree.unflatten(jax.tree.structure(init), _join(solution.y1, fixed))
     out = last, _tree.flip(solution.aux) if reverse else solution.aux
     if not any(map(_tree.varying_axes, jax.tree.leaves(out))):
@@ -133,9 +138,8 @@ class _BodyStep:
 
     body: Body
     carry: jax.tree_util.PyTreeDef
-    state: (
-        jax.tree_util.PyTreeDef
-    )  # of what is solved for, with None in the places of the other leaves
+    # of what is solved for, with None in the places of the other leaves
+    state: jax.tree_util.PyTreeDef
 
     @classmethod
     def of(cls, body: Body, init: PyTree) -> "_BodyStep":
@@ -167,7 +171,8 @@ def _as_problem(
     body: Body, init: PyTree, xs: Stacked, n: int, reverse: bool, comm: Comm
 ) -> tuple[Problem, list[Any]]:
     """The problem, and the leaves of the last carry that are not solved for."""
-    init, xs = _inputs.arrays(init, "init"), _inputs.arrays(xs, "xs")
+    init = _inputs.arrays(init, "init")
+    xs = _inputs.arrays(xs, "xs")
     x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
     init = _strong(body, init, x)
     if reverse:
@@ -187,17 +192,14 @@ def _length(xs: Stacked, length: Any) -> int:
     """The number of layers, as ``jax.lax.scan`` finds and refuses it."""
     for path, leaf in jax.tree.leaves_with_path(xs):
         if jnp.ndim(leaf) == 0:
-            where = f"xs{jax.tree_util.keystr(path)}"
             raise ValueError(
-                f"{where} is a scalar; every leaf of xs must have the layers as its leading axis."
+                f"xs{jax.tree_util.keystr(path)} is a scalar; every leaf of xs must have the layers as its leading axis."
             )
     kinds = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), xs)
     n = jax.eval_shape(lambda xs: _tree.scan(lambda c, x: (c, c), 0.0, xs, length)[1], kinds).shape[
         0
     ]
-    if n < 0:
-        raise ValueError(f"length must be at least 0; got {length}.")
-    return n
+    return _check.integer("length", n, least=0)
 
 
 def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
@@ -218,7 +220,8 @@ def _fixed(
 ) -> tuple[list[Any], list[Any]]:
     """The leaves of the carry that are not inexact: as they enter every layer, and as they leave the last one."""
     leaves, structure = jax.tree.flatten(init)
-    inexact, start = list(map(_tree.inexact, leaves)), _others(leaves)
+    inexact = list(map(_tree.inexact, leaves))
+    start = _others(leaves)
     if all(inexact):
         return start, start
     _refuse_split(comm, "a carry with integers or keys")

@@ -56,12 +56,11 @@ class Solution(NamedTuple):
 
     def __repr__(self) -> str:
         y1, trajectory, aux = map(_inputs.describe, (self.y1, self.trajectory, self.aux))
-        stats, result = "traced", "traced"
+        stats = "traced"
+        result = "traced"
         if not isinstance(self.result, jax.core.Tracer) and jnp.ndim(self.result) == 0:
-            stats, result = (
-                repr(self.stats),
-                f"{int(self.result)} ({self._reason(int(self.result)).partition('.')[0]})",
-            )
+            stats = repr(self.stats)
+            result = f"{int(self.result)} ({self._reason(int(self.result)).partition('.')[0]})"
         return (
             f"Solution(y1={y1}, stats={stats}, result={result}, trajectory={trajectory}, aux={aux})"
         )
@@ -117,7 +116,8 @@ def interpolate(y0: State, trajectory: CPoints, count: int) -> CPoints:
         (64,)
     """
     _check.integer("count", count, least=1)
-    y0, trajectory = _inputs.state(y0), jax.tree.map(jnp.asarray, trajectory)
+    y0 = _inputs.state(y0)
+    trajectory = jax.tree.map(jnp.asarray, trajectory)
     lengths = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(trajectory)}
     if len(lengths) != 1 or 0 in lengths or not _inputs.alike(y0, _tree.entry_like(trajectory)):
         shapes, points = (jax.tree.map(jnp.shape, tree) for tree in (y0, trajectory))

@@ -20,20 +20,23 @@ Source: Falgout, Friedhoff, Kolev, MacLachlan, Schroder, "Parallel time integrat
 36 (2014).
 """
 
-from lp_jax._levels._level import Level as Level
-from lp_jax._levels._level import measure as measure
-from lp_jax._levels._relax import c_relax as c_relax
-from lp_jax._levels._relax import coarse_rhs as coarse_rhs
-from lp_jax._levels._relax import correct as correct
-from lp_jax._levels._relax import f_relax as f_relax
-from lp_jax._levels._relax import prolong as prolong
-from lp_jax._levels._relax import residual as residual
-from lp_jax._levels._relax import restrict as restrict
+from lp_jax._levels._level import Level as Level, measure as measure
+from lp_jax._levels._relax import (
+    c_relax as c_relax,
+    coarse_rhs as coarse_rhs,
+    correct as correct,
+    f_relax as f_relax,
+    prolong as prolong,
+    residual as residual,
+    restrict as restrict,
+)
 from lp_jax._levels._sweep import march as march
 from lp_jax._problem import hierarchy as hierarchy
 from lp_jax._solvers._coarse_step import rediscretize as rediscretize
-from lp_jax._solvers._cycle import cascade as cascade
-from lp_jax._solvers._cycle import f_cycle as f_cycle
-from lp_jax._solvers._cycle import v_cycle as v_cycle
-from lp_jax._solvers._cycle import w_cycle as w_cycle
+from lp_jax._solvers._cycle import (
+    cascade as cascade,
+    f_cycle as f_cycle,
+    v_cycle as v_cycle,
+    w_cycle as w_cycle,
+)
 from lp_jax._solvers._solver import solve_levels as solve_levels

@@ -211,8 +211,7 @@ print(f"to the tolerance, after training: relative error {error(params, sweeps):
 # %%
 from flax import nnx
 
-from lp_jax import nn
-from lp_jax import train as lp_train
+from lp_jax import nn, train as lp_train
 
 rngs = nnx.Rngs(0)
 model = nn.Classifier(

@@ -38,9 +38,8 @@ class Footprint(NamedTuple):
     kernels: int = 1  # its products and reductions, with those operations that fuse with them
     branches: float = 1.0  # work in a batch of layers relative to this, as a batch evaluates all branches of a switch
     operations: int = 0  # of its program; the time to compile grows with them
-    alone: bool = (
-        False  # whether a batch of layers would compute something else than one layer after another
-    )
+    # whether a batch of layers would compute something else than one layer after another
+    alone: bool = False
 
 
 def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footprint:
@@ -57,7 +56,8 @@ def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footp
         return Footprint(nbytes, 0, math.inf, counted=False)
     # without products and reductions, too, some operations are not fused
     kernels = 1 + max(1, kernels)
-    alone, few = draws_alone(program), has_few(program, terms, least=2)
+    alone = draws_alone(program)
+    few = has_few(program, terms, least=2)
     operations = list(walk(program.eqns))
     switches = any(equation.primitive.name == "cond" for equation in operations)
     branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches else 1.0
@@ -81,7 +81,8 @@ def _at_once_cost(program: core.Jaxpr) -> float:
     """Flops of products and numbers of other operations of a layer in a batch."""
 
     def layers(*arguments: jax.Array) -> list[jax.Array]:
-        consts, operands = arguments[: len(program.constvars)], arguments[len(program.constvars) :]
+        consts = arguments[: len(program.constvars)]
+        operands = arguments[len(program.constvars) :]
         return jax.vmap(core.jaxpr_as_fun(core.ClosedJaxpr(program, consts)))(*operands)
 
     kinds = [*(((), v) for v in program.constvars), *(((2,), v) for v in program.invars)]
@@ -105,18 +106,15 @@ class Processor:
     row_kernel: float  # the same for products of one row
     backward: float  # kernels of a layer's gradient, relative to those of its evaluation
     launch: float  # to start a kernel that evaluates several layers
-    few_rows: float = (
-        0.0  # more for each kernel of a layer in a batch, where products have a few rows
-    )
+    # more for each kernel of a layer in a batch, where products have a few rows
+    few_rows: float = 0.0
     latency: float  # of a message to another worker
     launches: bool = True  # whether each turn of a loop is launched anew: few long turns are cheap
-    outer_terms: int = (
-        0  # most terms of a weight's gradient that is a sum of outer products: `with_few_terms`
-    )
+    # most terms of a weight's gradient that is a sum of outer products: `with_few_terms`
+    outer_terms: int = 0
     chain_flops: float = math.inf  # in the time of one turn of a loop
-    kernel_step: float | None = (
-        None  # a step in a kernel for elementwise steps; None where there is no such kernel
-    )
+    # a step in a kernel for elementwise steps; None where there is no such kernel
+    kernel_step: float | None = None
 
     def at_once(self, layer: Footprint, steps: int) -> int:
         """Number of ``steps`` layers that are evaluated at once."""
@@ -176,23 +174,22 @@ class Processor:
         return _tree.divisor(count, most)
 
 
-_BYTES = (
-    4  # per number that an operation other than a product computes: half of them are fused away
-)
+# per number that an operation other than a product computes: half of them are fused away
+_BYTES = 4
 _PASSES = 10  # over the Jacobians, in an iteration of Newton's method
 OF_NEWTON = 100  # kernels of such an iteration
 OF_A_SUM = 6  # kernels of the sums of increments in a sweep
-_SOME, _ALL = (
-    8,
-    16,
-)  # turns of a loop that are unrolled; most turns of one that is unrolled as a whole
+_SOME = 8  # turns of a loop that are unrolled
+_ALL = 16  # most turns of one that is unrolled as a whole
 _MOST = 2048  # operations of all turns that are unrolled
 # On a CPU: most bytes of layers that are all evaluated at once, and bytes of those that are where there are more. Layers of less
 # than a flop per byte of operands are not split, as copying operands would cost more.
-_MOST_BYTES, _CHUNK_BYTES = 36_000_000, 2**23
+_MOST_BYTES = 36_000_000
+_CHUNK_BYTES = 2**23
 # On a CPU: most bytes of a layer for which serial propagation is unrolled, and least flops: the compiler makes one kernel of a
 # smaller loop. With products of a few rows it is not: the sums of outer products would be unrolled too, and are then slower.
-_UNROLL_BYTES, _UNROLL_FLOPS = 2**13, 256
+_UNROLL_BYTES = 2**13
+_UNROLL_FLOPS = 256
 
 CPU = Processor(
     flops=6e10,

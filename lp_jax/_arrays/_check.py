@@ -120,7 +120,8 @@ def check_arguments(f: T) -> T:
             wanted = (
                 f"takes {', '.join(first)} by position" if first else "takes its arguments by name"
             )
-            extra, rest = positional[len(first)], names[len(first) :]
+            extra = positional[len(first)]
+            rest = names[len(first) :]
             name = (
                 "solver"
                 if "solver" in rest and hasattr(extra, "for_adjoint")

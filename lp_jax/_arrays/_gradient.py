@@ -30,10 +30,10 @@ def _identity(
     def jvp(
         primals: Sequence[jax.Array], tangents: Sequence[Any], **params: str
     ) -> tuple[jax.Array, Any]:
-        (x,), (t,) = primals, tangents
-        out = (
-            primitive.bind(x, **params) if of_tangents is None else x
-        )  # differentiated once, it is unmarked
+        (x,) = primals
+        (t,) = tangents
+        # differentiated once, it is unmarked
+        out = primitive.bind(x, **params) if of_tangents is None else x
         return out, t if isinstance(t, ad.Zero) else (of_tangents or primitive).bind(t, **params)
 
     def batch(

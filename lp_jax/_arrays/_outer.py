@@ -80,8 +80,8 @@ def _dot(
     """The product of two matrices, or of a batch of both, summed over the axes ``left`` and ``right``."""
     first = x.ndim - 2
     batch = tuple(range(first))
-    numbers: DimensionNumbers = ((first + left,), (first + right,)), (batch, batch)
-    product: jax.Array = primitive.bind(x, y, **params | {"dimension_numbers": numbers})
+    numbers = ((first + left,), (first + right,)), (batch, batch)
+    product = primitive.bind(x, y, **params | {"dimension_numbers": numbers})
     return product
 
 

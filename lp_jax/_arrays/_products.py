@@ -27,12 +27,12 @@ class Cost(NamedTuple):
 
 def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
     """Return the cost of a program; with ``terms``, of its products only those whose entries sum so many terms."""
-    flops, numbers, kernels = 0.0, 0.0, 0
+    flops = 0.0
+    numbers = 0.0
+    kernels = 0
     for equation in jaxpr.eqns:
-        name, results = (
-            equation.primitive.name,
-            [math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars],
-        )
+        name = equation.primitive.name
+        results = [math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars]
         if name == "while":
             raise ValueError(
                 "A loop whose length is data has no cost before it runs; leave tolerances out."
@@ -47,10 +47,8 @@ def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
             numbers += turns * each.numbers
             kernels += each.kernels if turns == 1 else turns * (each.kernels + 1)
         elif name == "conv_general_dilated":
-            shape, out = (
-                array_type(equation.invars[1]).shape,
-                equation.params["dimension_numbers"].rhs_spec[0],
-            )
+            shape = array_type(equation.invars[1]).shape
+            out = equation.params["dimension_numbers"].rhs_spec[0]
             numbers += results[0] * math.prod(shape) / shape[out]
             kernels += 2
         else:
@@ -116,7 +114,8 @@ def inside(equation: core.JaxprEqn) -> list[core.Jaxpr]:
 
 def called(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     """Programs that an equation calls with its operands: the branches of a switch, or one, such as the body of a scan."""
-    name, programs = equation.primitive.name, inside(equation)
+    name = equation.primitive.name
+    programs = inside(equation)
     if name == "while" or name.startswith("reduce"):
         return []
     arity = len(equation.invars) - (name == "cond"), len(equation.outvars)
@@ -151,14 +150,15 @@ def following(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Flag the results of a program that depend on the flagged inputs."""
 
     def operation(equation: core.JaxprEqn, operands: list[bool]) -> list[bool]:
-        name, programs, before = equation.primitive.name, called(equation), None
-        results, first = [any(operands)] * len(equation.outvars), int(name == "cond")
+        name = equation.primitive.name
+        programs = called(equation)
+        before = None
+        results = [any(operands)] * len(equation.outvars)
+        first = int(name == "cond")
         consts, carries = scan_parts(equation) if name == "scan" else (0, 0)
         while programs and operands != before:
-            before, flags = (
-                list(operands),
-                [following(program, operands[first:]) for program in programs],
-            )
+            before = list(operands)
+            flags = [following(program, operands[first:]) for program in programs]
             results = [any((*operands[:first], *each)) for each in zip(*flags, strict=True)]
             carry = slice(consts, consts + carries)
             operands[carry] = [a or b for a, b in zip(operands[carry], results, strict=False)]
@@ -177,11 +177,9 @@ def _flops(equation: core.JaxprEqn, terms: int | None) -> float:
     shape = array_type(equation.invars[0]).shape
     (contracted, _), _ = equation.params["dimension_numbers"]
     summed = math.prod(shape[i] for i in contracted)
-    return (
-        0.0
-        if terms not in (None, summed)
-        else 2.0 * math.prod(array_type(equation.outvars[0]).shape) * summed
-    )
+    if terms not in (None, summed):
+        return 0.0
+    return 2.0 * math.prod(array_type(equation.outvars[0]).shape) * summed
 
 
 def depth_of(jaxpr: core.Jaxpr, terms: int | None = None) -> float:
@@ -207,17 +205,13 @@ def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], terms: int | None) -> 
 def _scan_depths(
     equation: core.JaxprEqn, entering: list[float], terms: int | None
 ) -> Sequence[float]:
-    (consts, carries), length, (body,) = (
-        scan_parts(equation),
-        equation.params["length"],
-        inside(equation),
-    )
-    fixed, state, xs = (
-        entering[:consts],
-        entering[consts : consts + carries],
-        entering[consts + carries :],
-    )
-    history: list[list[float]] = []
+    consts, carries = scan_parts(equation)
+    length = equation.params["length"]
+    (body,) = inside(equation)
+    fixed = entering[:consts]
+    state = entering[consts : consts + carries]
+    xs = entering[consts + carries :]
+    history = []
     for turn in range(length):
         reached = _depths(body, (*fixed, *state, *xs), terms)
         state = reached[:carries]
@@ -297,7 +291,8 @@ def bind(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
     """The operation as it was."""
     if eqn.primitive.name == "pvary" and _tree.varying_axes(ins[0]) >= set(eqn.params["axes"]):
         return ins  # within a solve all states vary between the devices of a shard_map
-    p, kinds = eqn.params, [_tree.varying_axes(v.aval) for v in eqn.invars]
+    p = eqn.params
+    kinds = [_tree.varying_axes(v.aval) for v in eqn.invars]
     if len(set(kinds)) == 1:  # as lax.add and the like make their operands
         ins = list(_tree.varying(tuple(ins), tuple(ins)))
     if "jaxpr" in p and any(

@@ -14,7 +14,9 @@ from jax.typing import ArrayLike, DTypeLike
 from lp_jax._arrays._types import PyTree, Scalar, Stacked
 
 # the library's own loops: a progress bar that replaces ``jax.lax.scan`` counts the user's scans, and none of these
-fori_loop, scan, while_loop = lax.fori_loop, lax.scan, lax.while_loop
+fori_loop = lax.fori_loop
+scan = lax.scan
+while_loop = lax.while_loop
 
 
 def add(a: PyTree, b: PyTree | None) -> PyTree:
@@ -101,9 +103,8 @@ def entry_like(tree: PyTree) -> PyTree:
 
 def varying_axes(x: object) -> frozenset[Hashable]:
     """Axes of a mesh along which devices hold different numbers, as ``shard_map`` checks it."""
-    kind = (
-        jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
-    )  # others refuse a value that is not an array
+    # others refuse a value that is not an array
+    kind = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
     return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())
 
 
@@ -209,7 +210,8 @@ def _sums(
     def then(total: jax.Array, entry: jax.Array, by: jax.Array | None = factor) -> jax.Array:
         return (total if by is None else by * total) + entry
 
-    n, rest = x.shape[0], x.shape[1:]
+    n = x.shape[0]
+    rest = x.shape[1:]
     if n == 0:
         return x, start
     if n <= _GROUP:
@@ -282,11 +284,9 @@ def resize(tree: PyTree, n: int) -> PyTree:
 
 def with_fresh_keys(tree: PyTree) -> PyTree:
     """Clone the keys: a layer uses its key on every visit, which ``jax_debug_key_reuse`` would report."""
-
-    def leaf(x: jax.Array) -> jax.Array:
-        return jax.random.clone(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-    return jax.tree.map(leaf, tree)
+    return jax.tree.map(
+        lambda x: jax.random.clone(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree
+    )
 
 
 def leading(tree: PyTree) -> int:
@@ -306,21 +306,18 @@ def sum_of_squares(tree: PyTree) -> jax.Array:
     return jax.tree.reduce(jnp.add, leaf_squares(tree), zero)
 
 
-def inner_by_component(a: Stacked, b: Stacked) -> PyTree:
-    """Real parts of the inner products along the leading axis, in one dtype of at least single precision."""
+def inner_by_component(a: Stacked, b: Stacked, axis: int | None = 0) -> PyTree:
+    """Real parts of the inner products along an axis, or all, in one dtype of at least single precision."""
     dtype = real_dtype(a, at_least=jnp.float32)
     return jax.tree.map(
-        lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype), axis=0), wide(a), wide(b)
+        lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype), axis), wide(a), wide(b)
     )
 
 
 def inner(a: PyTree, b: PyTree) -> jax.Array:
     """Real part of the inner product over all leaves, in at least single precision."""
-    dtype = real_dtype(a, at_least=jnp.float32)
-    products = jax.tree.map(
-        lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype)), wide(a), wide(b)
-    )
-    return jax.tree.reduce(jnp.add, products, jnp.zeros((), dtype))
+    zero = jnp.zeros((), real_dtype(a, at_least=jnp.float32))
+    return jax.tree.reduce(jnp.add, inner_by_component(a, b, None), zero)
 
 
 def real_dtype(tree: PyTree, at_least: DTypeLike | None = None) -> np.dtype:

@@ -1,5 +1,6 @@
 """The argument of a step, and the names of the trees that the solver works on, by the leading axis of their leaves."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -7,10 +8,11 @@ import jax
 from jax.typing import ArrayLike
 
 PyTree = Any
+StrPath = str | os.PathLike[str]
+"""The name of a file or a folder, as `open` takes it."""
 
 if TYPE_CHECKING:
-    from jaxtyping import Inexact, Shaped
-    from jaxtyping import PyTree as Tree
+    from jaxtyping import Inexact, PyTree as Tree, Shaped
 
     State: TypeAlias = Tree[Inexact[jax.Array, "..."]]
     Points: TypeAlias = Tree[Inexact[jax.Array, "steps ..."]]
@@ -79,22 +81,18 @@ class Arrays(NamedTuple):
     shared: Shared
     solver: PyTree = None  # of the forward solve; its tolerances are arrays
     adjoint_solver: PyTree = None
-    guess: CPoints | None = (
-        None  # C-points at which the forward solve starts; None for the solver's own start
-    )
-    adjoint_guess: CPoints | None = (
-        None  # the same for the adjoint solve; in a gradient, where that solve ended
-    )
-    watch: jax.Array | None = (
-        None  # its gradient counts how solves ended; None where no count is wanted
-    )
+    # C-points at which the forward solve starts; None for the solver's own start
+    guess: CPoints | None = None
+    # the same for the adjoint solve; in a gradient, where that solve ended
+    adjoint_guess: CPoints | None = None
+    # its gradient counts how solves ended; None where no count is wanted
+    watch: jax.Array | None = None
 
 
 Times = ArrayLike | Sequence[float]  # a time, or increasing times
 Step = Callable[[State, Layer], State]  # the user's: ``step(y, layer) -> y_next``
-Which = (
-    int | Step
-)  # a step of a problem: the user's step on a level, by its number, or another of the user's steps
+# a step of a problem: the user's step on a level, by its number, or another of the user's steps
+Which = int | Step
 SliceStep = Callable[
     [State, PyTree, PyTree], State
 ]  # ``step(u, x, shared) -> u_next``, ``x`` a slice of a level's operands

@@ -44,11 +44,9 @@ _MOST_WORKERS = 8
 
 def ways(layers: int, comm: MeshComm | None) -> Iterator[tuple[str, Sequence[int], Pair, Place]]:
     """Yield the ways to train: name, successive numbers of layers, solvers and place. ``comm`` is None on one device."""
-    once, depths, spread = (
-        (layers,),
-        (layers // 4, layers // 2, layers),
-        ONE_DEVICE if comm is None else devices(comm),
-    )
+    once = (layers,)
+    depths = (layers // 4, layers // 2, layers)
+    spread = ONE_DEVICE if comm is None else devices(comm)
     yield "exact", once, SERIAL, ONE_DEVICE
     if comm is not None:
         yield "data parallel", once, SERIAL, copies(comm)
@@ -66,7 +64,8 @@ def trained(
     console: Console,
 ) -> train.Log:
     """Train, test after each epoch by ``exact_loss(layers)`` on one device, and probe the first and the last gradient."""
-    training, steps = made.settings.training, made.task.steps_per_epoch
+    training = made.settings.training
+    steps = made.task.steps_per_epoch
     optimizer = optax.adam(
         optax.cosine_decay_schedule(training.learning_rate, steps * training.epochs)
     )
@@ -112,15 +111,16 @@ def seconds(log: train.Log, accuracy: float = math.inf) -> float:
 def numbers_of(logs: Mapping[str, train.Log]) -> tuple[float, dict[str, dict[str, float]]]:
     """Return the accuracy that all runs end with, and the numbers of each run by name."""
     last = {name: log.of("test")[-1]["accuracy"] for name, log in logs.items()}
-    target, numbers = min(last.values()), {}
+    target = min(last.values())
+    numbers = {}
     for name, log in logs.items():
         probed = [
             row["gradient_error"] for row in log.of("probe")
         ]  # a log has None for what is not finite
         errors = [math.nan if error is None else error for error in probed] or (0.0, 0.0)
-        times = {"seconds": seconds(log, target), "all_seconds": seconds(log)}
         numbers[name] = {
-            **times,
+            "seconds": seconds(log, target),
+            "all_seconds": seconds(log),
             "accuracy": last[name],
             "first_error": errors[0],
             "last_error": errors[-1],
@@ -130,7 +130,8 @@ def numbers_of(logs: Mapping[str, train.Log]) -> tuple[float, dict[str, dict[str
 
 def table(target: float, numbers: Mapping[str, Mapping[str, float]]) -> Table:
     """Return the table; in brackets are parts of the times of the first run, the exact one."""
-    result, exact = Table(box=box.SIMPLE_HEAD), next(iter(numbers.values()))
+    result = Table(box=box.SIMPLE_HEAD)
+    exact = next(iter(numbers.values()))
     result.add_column("training", no_wrap=True)
     for name in (f"to {target:.1%}", "all epochs", "accuracy", "gradient error"):
         result.add_column(name, justify="right", no_wrap=True)
@@ -149,7 +150,8 @@ def table(target: float, numbers: Mapping[str, Mapping[str, float]]) -> Table:
 
 def run(args: Sequence[str]) -> None:
     parser = MenuParser(prog="lp-jax demo", description=ABOUT, allow_abbrev=False)
-    add, folder = parser.add_argument, Path("runs", "demo")
+    add = parser.add_argument
+    folder = Path("runs", "demo")
     add(
         "--out",
         type=Path,
@@ -180,7 +182,9 @@ def run(args: Sequence[str]) -> None:
     )
     add("--no-pictures", action="store_true", help="Draw no picture.")
     options = parser.parse_args(args)
-    layers, epochs, seed = options.layers, options.epochs, options.seed
+    layers = options.layers
+    epochs = options.epochs
+    seed = options.seed
     if layers % 64:
         parser.error(f"--layers must be a multiple of 64; got {layers}.")
     make_writable(options.out)
@@ -189,7 +193,8 @@ def run(args: Sequence[str]) -> None:
     described(settings, task)
     set_cpu_devices(len(os.sched_getaffinity(0)))
     workers = 2 ** int(np.log2(min(jax.device_count(), _MOST_WORKERS)))
-    console, out = Console(stderr=True), plain_console(width=max(100, Console().width))
+    console = Console(stderr=True)
+    out = plain_console(width=max(100, Console().width))
     comm = mesh_comm({"layers": workers}) if workers > 1 else None
     examples = task.steps_per_epoch * settings.training.batch_size
     kind = jax.devices()[0].device_kind
@@ -209,10 +214,8 @@ def run(args: Sequence[str]) -> None:
     target, numbers = numbers_of(logs)
     out.print(table(target, numbers))
     out.print(EXPLAINED)
-    serial, sweeps = (
-        planning.training_step(*SERIAL, layers),
-        planning.training_step(*SWEEPS, layers, workers=workers),
-    )
+    serial = planning.training_step(*SERIAL, layers)
+    sweeps = planning.training_step(*SWEEPS, layers, workers=workers)
     out.print(
         f"Why: an exact step is {serial.depth()} evaluations of one layer, one after another. A layer-parallel step is "
         f"{sweeps.depth()} evaluations of {layers // workers} layers at once: 4 forward, 2 adjoint and the gradient.\n"

@@ -23,7 +23,7 @@ class CommandError(UserError):
 class UsageError(UserError):
     """Options that are wrong or contradict each other; the help of ``command`` describes them."""
 
-    def __init__(self, message: str, command: str | None = None) -> None:
+    def __init__(self, message: str, command: str | None = None):
         super().__init__(message)
         self.command = command
 
@@ -41,15 +41,18 @@ def stop(number: int, frame: FrameType | None) -> NoReturn:
 
 def describe(error: BaseException, args: Sequence[str] = ()) -> tuple[str, int]:
     """Return the line for an error, and the exit code: 1 (failed), 2 (wrong use), 128 + signal."""
-    code, text = 1, str(error)
+    code = 1
+    text = str(error)
     if isinstance(error, KeyboardInterrupt):
         number = signal.SIGTERM if text == signal.SIGTERM.name else signal.SIGINT
-        code, text = 128 + number, f"{number.name}: stopped"
+        code = 128 + number
+        text = f"{number.name}: stopped"
     elif isinstance(error, BrokenPipeError):  # of ``| head -1``: nobody reads what comes
         return "", 128 + signal.SIGPIPE
     elif isinstance(error, UsageError):
         words = itertools.takewhile(lambda arg: not arg.startswith("-"), args)
-        code, text = 2, f"{error} (see {error.command or ' '.join(['lp-jax', *words][:3])} --help)"
+        code = 2
+        text = f"{error} (see {error.command or ' '.join(['lp-jax', *words][:3])} --help)"
     elif isinstance(error, ModuleNotFoundError):
         if "lp_jax[" not in text:  # else the message says what to install
             text = f"{error.name} is missing; pip install 'lp_jax[train]' installs it"

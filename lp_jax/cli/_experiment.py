@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lp_jax import Serial, nn, planning
+from lp_jax import Serial, Solver, nn, planning
 from lp_jax._arrays._types import PyTree
-from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._default import SERIAL as SERIAL
 from lp_jax.cli._launch import check_memory
 from lp_jax.cli._models import Pair, Task
 from lp_jax.cli._problems import Settings
@@ -23,7 +23,6 @@ from lp_jax.train._controller import gradient_error
 from lp_jax.train._log import Row, unflat
 from lp_jax.train._types import Batch, LossFn
 
-SERIAL: Pair = (Serial(), Serial())
 _training_step = functools.lru_cache(maxsize=1024)(planning.training_step)
 _count = functools.lru_cache(maxsize=1024)(count)
 
@@ -52,12 +51,12 @@ class Experiment:
 
     @functools.cached_property
     def loss_fn(self) -> LossFn:
-        return self.place.loss(self.task.loss(self.model)[0])
+        return self.loss(self.model)[0]
 
     @functools.cached_property
     def params(self) -> PyTree:
         """The initial parameters."""
-        return self.place.everywhere(self.task.loss(self.model)[1])
+        return self.loss(self.model)[1]
 
     @property
     def exact(self) -> bool:
@@ -85,7 +84,8 @@ def described(settings: Settings, task: Task, processes: int = 1) -> str:
     """Return one line on the network, before anything is made for it; refuse one that does not fit this machine's memory."""
     shapes = nnx.eval_shape(lambda: experiment(settings, task).model)
     leaves = jax.tree.leaves(nnx.state(shapes, nnx.Param))
-    count, model = sum(math.prod(leaf.shape) for leaf in leaves), settings.model
+    count = sum(math.prod(leaf.shape) for leaf in leaves)
+    model = settings.model
     line = (
         f"{settings.sources.get('name', settings.problem)}: {settings.kind}, {settings.layers} {model.layer_name}, "
         f"{model.width} wide, {count:,} parameters, t1 = {settings.t1:g} ({model.about()})"
@@ -106,12 +106,17 @@ def experiment(
 ) -> Experiment:
     """Build the model, with its layers on the devices that use them; ``layers`` replaces their number in the settings."""
     pair = solvers or settings.model.solvers
-    solve = {"solver": pair[0], "adjoint_solver": pair[1], "comm": place.comm}
-    rngs = nnx.Rngs(settings.training.seed)
-    model = settings.model.build(task, layers or settings.layers, settings.t1, rngs, **solve)
-    if (
-        place.ranks is not None
-    ):  # which ask for the paths of the parameters that are spread over them
+    model = settings.model.build(
+        task,
+        layers or settings.layers,
+        nnx.Rngs(settings.training.seed),
+        t1=settings.t1,
+        solver=pair[0],
+        adjoint_solver=pair[1],
+        comm=place.comm,
+    )
+    # ranks ask for the paths of the parameters that are spread over them
+    if place.ranks is not None:
         spread = [
             "/".join(map(str, (*path, "layers")))
             for path, part in nnx.iter_modules(model)
@@ -130,23 +135,22 @@ class Run:
     state: TrainState  # the last one
     log: Log
     examples: int  # of a step
-    seconds: float | None = (
-        None  # of this call, with compiling and measuring; None if nothing was left to train
-    )
+    # of this call, with compiling and measuring; None if nothing was left to train
+    seconds: float | None = None
 
     @property
     def rows(self) -> list[Row]:
         """Rows of the log, with work and depth in those of training."""
-        others, layers = (
-            [row for row in self.log.rows if row["kind"] != "train"],
-            self.made.settings.layers,
-        )
+        others = [row for row in self.log.rows if row["kind"] != "train"]
+        layers = self.made.settings.layers
         return others + with_costs(
             self.log.rows, self.made.solvers, layers=layers, examples=self.examples
         )
 
     def summary(self) -> Row:
-        test, probes, last = self.log.of("test")[-1], self.log.of("probe"), self.rows[-1]
+        test = self.log.of("test")[-1]
+        probes = self.log.of("probe")
+        last = self.rows[-1]
         summary = {
             "steps": int(self.state.step),
             **({} if test["accuracy"] is None else {"test_accuracy": test["accuracy"]}),
@@ -171,21 +175,25 @@ def with_costs(rows: Sequence[Row], solvers: Pair, *, layers: int, examples: int
     iterations was a serial step of a controller.
     """
     probed = next((unflat("adjoint_residual", row) for row in rows if row["kind"] == "probe"), [])
-    found, work, depth = [], 0.0, 0.0
+    found = []
+    work = 0.0
+    depth = 0.0
     for row in rows:
         if row["kind"] == "depth":
             layers = row["layers"]
         elif row["kind"] == "probe":
             probed = unflat("adjoint_residual", row)
         elif row["kind"] == "train":
-            (forward, adjoint), taken = solvers, len(unflat("forward_residual", row))
+            forward, adjoint = solvers
+            taken = len(unflat("forward_residual", row))
             if forward.has_tolerance and not taken:
                 forward = adjoint = Serial()
             if forward.has_tolerance:
                 forward = planning.with_effort(forward, taken)
             if adjoint.has_tolerance and probed:
                 adjoint = planning.with_effort(adjoint, len(probed))
-            gradient, trials = _training_step(forward, adjoint, layers), row.get("trials", 0)
+            gradient = _training_step(forward, adjoint, layers)
+            trials = row.get("trials", 0)
             trial = _count(
                 adjoint, layers
             )  # of a line search: a forward solve with the adjoint's iterations

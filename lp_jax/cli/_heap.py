@@ -8,7 +8,10 @@ import contextlib
 import ctypes
 import os
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # of mallopt
+# of mallopt
+_TRIM_THRESHOLD = -1
+_TOP_PAD = -2
+_MMAP_MAX = -4
 _OWN = (
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_TOP_PAD_",

@@ -37,8 +37,6 @@ def version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return (
-            f"not installed (pip install 'lp_jax[{_EXTRAS[name]}]')"
-            if name in _EXTRAS
-            else "not installed"
-        )
+        if name in _EXTRAS:
+            return f"not installed (pip install 'lp_jax[{_EXTRAS[name]}]')"
+        return "not installed"

@@ -47,9 +47,8 @@ class Launch:
     size: int = 1  # number of processes
     agree: Callable[[int | None], int | None] = unchanged  # the signal that any process received
     broadcast: Callable[[PyTree], PyTree] = unchanged  # the first process's value
-    all_failed: Callable[[], bool] = lambda: (
-        True
-    )  # whether every process fails within a few seconds
+    # whether every process fails within a few seconds
+    all_failed: Callable[[], bool] = lambda: True
     abort: Callable[[int], object] = sys.exit  # ends the whole job with an exit code
 
     @property
@@ -116,15 +115,22 @@ def _mpi() -> Launch:
             time.sleep(0.01)
         return all_came
 
-    def agree(signal: int | None) -> int | None:
-        return max(host.allgather(signal or 0)) or None
-
-    return Launch(host.rank, host.size, agree, host.bcast, all_failed, MPI.COMM_WORLD.Abort)
+    return Launch(
+        host.rank,
+        host.size,
+        lambda signal: max(host.allgather(signal or 0)) or None,
+        host.bcast,
+        all_failed,
+        MPI.COMM_WORLD.Abort,
+    )
 
 
 def _distributed(options: argparse.Namespace) -> Launch:
     """Start ``jax.distributed``, and return this process of it."""
-    address, process, number, count = options.coordinator, options.process, None, None
+    address = options.coordinator
+    process = options.process
+    number = None
+    count = None
     if (address is None) != (process is None):
         raise UsageError(
             "--coordinator and --process belong together; under Slurm or Open MPI leave out both."
@@ -158,12 +164,13 @@ def _distributed(options: argparse.Namespace) -> Launch:
     if sizes:
         set_cpu_devices(max(1, math.prod(sizes.values()) // (count or _started()[1])))
 
-    def agree(signal: int | None) -> int | None:
-        return int(np.max(multihost_utils.process_allgather(np.int32(signal or 0)))) or None
-
-    # leaving properly would wait for the other processes
     return Launch(
-        jax.process_index(), jax.process_count(), agree, _broadcast, _all_failed, os._exit
+        jax.process_index(),
+        jax.process_count(),
+        lambda signal: int(multihost_utils.process_allgather(np.int32(signal or 0)).max()) or None,
+        _broadcast,
+        _all_failed,
+        os._exit,  # leaving properly would wait for the other processes
     )
 
 
@@ -195,7 +202,8 @@ def _meet(address: str, number: int, count: int) -> None:
 
 def _receive(family: int, where: Any, count: int, end: float) -> str:
     """Return "go" when all other processes have come, and tell them."""
-    missing, come = {f"{i}/{count}" for i in range(1, count)}, []
+    missing = {f"{i}/{count}" for i in range(1, count)}
+    come = []
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(where, family=family, backlog=count))
         while missing:

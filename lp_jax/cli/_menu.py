@@ -23,7 +23,7 @@ PROBLEMS = {
 class MenuParser(argparse.ArgumentParser):
     """A parser that raises its errors as `UsageError`, and suggests an option that is like an unknown one."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Any):
         super().__init__(exit_on_error=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

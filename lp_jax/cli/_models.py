@@ -14,8 +14,7 @@ from flax import nnx
 from lp_jax import MGRIT, Picard, Serial, data, nn, train
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
-from lp_jax._solvers._default import SWEEPS
-from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._default import SWEEPS, Pair
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._launch import unchanged
 from lp_jax.data._dataset import Scaler
@@ -24,9 +23,6 @@ from lp_jax.train._types import Batch, LossFn
 
 Predict = Callable[[PyTree], np.ndarray]
 """A function from a batch of inputs to outputs."""
-
-Pair = tuple[Solver, Solver]
-"""A forward and an adjoint solver."""
 
 
 def check_sizes(settings: Any) -> None:
@@ -77,9 +73,8 @@ class Task:
     # from a model to its loss and parameters, and the same loss of outputs and targets
     loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = train.classification
     measure: Measure = train.cross_entropy
-    unscaled: Callable[[np.ndarray], np.ndarray] | None = (
-        None  # turns outputs into the units of the file, for values
-    )
+    # turns outputs into the units of the file, for values
+    unscaled: Callable[[np.ndarray], np.ndarray] | None = None
     about: str = ""  # a line on the data
     names: tuple[str, ...] = ()  # names of the classes; empty where they are numbers
     length: int = 0  # largest number of positions of a sequence; 0 for other inputs
@@ -87,9 +82,8 @@ class Task:
         int, ...
     ] = ()  # number of values of each of the numbers that describe a token; empty for other inputs
     causal: bool = False  # whether a position sees only itself and earlier ones
-    samples: Callable[[Predict], str] | None = (
-        None  # writes a few answers as text; None shows nothing
-    )
+    # writes a few answers as text; None shows nothing
+    samples: Callable[[Predict], str] | None = None
 
 
 def task_of(dataset: data.Dataset, training: Training) -> Task:
@@ -97,10 +91,8 @@ def task_of(dataset: data.Dataset, training: Training) -> Task:
     unscaled = None
     if not dataset.classes:
         scale = Scaler(dataset.train_y)
-        dataset, unscaled = (
-            dataset._replace(train_y=scale(dataset.train_y), test_y=scale(dataset.test_y)),
-            scale.back,
-        )
+        dataset = dataset._replace(train_y=scale(dataset.train_y), test_y=scale(dataset.test_y))
+        unscaled = scale.back
 
     def batches(epoch: int) -> Iterator[Batch]:
         for x, y in data.batches(dataset, training.batch_size, seed=training.seed, epoch=epoch):
@@ -170,27 +162,22 @@ class Model(abc.ABC):
         return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
 
     @abc.abstractmethod
-    def build(
-        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
-    ) -> nn.Classifier:
-        """Return the network for a task; ``solve`` are ``solver``, ``adjoint_solver`` and ``comm`` of the layers."""
+    def build(self, task: Task, layers: int, rngs: nnx.Rngs, **trunk: Any) -> nn.Classifier:
+        """Return the network for a task; ``trunk`` are ``t1``, ``solver``, ``adjoint_solver`` and ``comm`` of the layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense(Model):
     """Dense residual layers."""
 
-    def build(
-        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
-    ) -> nn.Classifier:
+    def build(self, task: Task, layers: int, rngs: nnx.Rngs, **trunk: Any) -> nn.Classifier:
         return nn.Classifier(
             nn.DenseOpening(task.shape, self.width, rngs=rngs),
             nn.LayerParallel(
                 lambda rngs: nn.DenseResidual(self.width, rngs=rngs),
                 layers,
-                t1=t1,
                 rngs=rngs,
-                **solve,
+                **trunk,
             ),
             nn.DenseClosing((self.width,), task.outputs, rngs=rngs),
         )
@@ -206,14 +193,14 @@ class Conv(Model):
 
     stride: int = 1
 
-    def build(
-        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
-    ) -> nn.Classifier:
+    def build(self, task: Task, layers: int, rngs: nnx.Rngs, **trunk: Any) -> nn.Classifier:
         if len(task.shape) < 2:
             wanted = "inputs of shape (..., height, width, channels)"
             raise UsageError(f"--model conv needs {wanted}; these have shape {task.shape}.")
-        width, (*space, inputs) = self.width, task.shape
-        kernel, state = (3,) * len(space), (*(-(-size // self.stride) for size in space), width)
+        width = self.width
+        *space, inputs = task.shape
+        kernel = (3,) * len(space)
+        state = (*(-(-size // self.stride) for size in space), width)
         # large states are averaged over space
         closing = nn.DenseClosing if math.prod(state) <= 2**16 else nn.PoolClosing
         return nn.Classifier(
@@ -221,9 +208,8 @@ class Conv(Model):
             nn.LayerParallel(
                 lambda rngs: nn.ConvResidual(width, kernel=kernel, rngs=rngs),
                 layers,
-                t1=t1,
                 rngs=rngs,
-                **solve,
+                **trunk,
             ),
             closing(state, task.outputs, rngs=rngs),
         )
@@ -243,9 +229,7 @@ class Transformer(Model):
     buffers: int = 0
     dropout: float = 0.0
 
-    def build(
-        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
-    ) -> nn.Classifier:
+    def build(self, task: Task, layers: int, rngs: nnx.Rngs, **trunk: Any) -> nn.Classifier:
         depth = layers + 2 * self.buffers
 
         def make(rngs: nnx.Rngs) -> nnx.Module:
@@ -262,7 +246,7 @@ class Transformer(Model):
             return nn.LayerParallel(make, self.buffers, t1=self.buffers, solver=Serial(), rngs=rngs)
 
         sizes = task.sizes[0] if task.causal else task.sizes
-        middle = nn.LayerParallel(make, layers, t1=t1, rngs=rngs, **solve)
+        middle = nn.LayerParallel(make, layers, rngs=rngs, **trunk)
         return nn.Classifier(
             nn.TokenOpening(sizes, self.width, max_length=task.length, rngs=rngs),
             nn.Network(buffer(), middle, buffer()) if self.buffers else middle,
@@ -283,12 +267,9 @@ class GRU(Model):
     solvers: ClassVar[Pair] = (CYCLES, CYCLES)
     layer_name: ClassVar[str] = "steps"
 
-    def build(
-        self, task: Task, layers: int, t1: float, rngs: nnx.Rngs, **solve: Any
-    ) -> nn.Classifier:
-        gru = nn.GRU(
-            task.shape[-1], self.width, units=self.units, dt=t1 / layers, rngs=rngs, **solve
-        )
+    def build(self, task: Task, layers: int, rngs: nnx.Rngs, **trunk: Any) -> nn.Classifier:
+        dt = trunk.pop("t1") / layers
+        gru = nn.GRU(task.shape[-1], self.width, units=self.units, dt=dt, rngs=rngs, **trunk)
         uppermost = nnx.Sequential(itemgetter(-1), nnx.Linear(self.width, task.outputs, rngs=rngs))
         return nn.Classifier(unchanged, gru, uppermost)
 

@@ -20,7 +20,7 @@ from jsonargparse import (
 from jsonargparse.typing import PositiveFloat, PositiveInt, register_type
 
 import lp_jax
-from lp_jax._solvers._solver import Solver
+from lp_jax import Solver
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._menu import MenuParser, in_words, unknown_option
 from lp_jax.cli._models import Model, Pair, Training
@@ -47,18 +47,24 @@ OF_THIS_CALL = (
 """Options of a call, not of a run: never taken from a folder."""
 
 _FIRST = {
-    *(
-        "config",
-        "data",
-        "name",
-        "model",
-        "layers",
-        "width",
-        "epochs",
-        "batch_size",
-        "learning_rate",
-    ),
-    *("solver", "method", "devices", "mpi", "out", "resume", "workers", "error", "save"),
+    "config",
+    "data",
+    "name",
+    "model",
+    "layers",
+    "width",
+    "epochs",
+    "batch_size",
+    "learning_rate",
+    "solver",
+    "method",
+    "devices",
+    "mpi",
+    "out",
+    "resume",
+    "workers",
+    "error",
+    "save",
 }
 """Options of the short help."""
 
@@ -326,11 +332,9 @@ def parse(
 
 def solvers(options: argparse.Namespace, model: Model) -> Pair:
     """Return the forward and the adjoint solver of the options."""
-    solver, adjoint_solver, iterations = (
-        options.solver,
-        options.adjoint_solver,
-        options.adjoint_iterations,
-    )
+    solver = options.solver
+    adjoint_solver = options.adjoint_solver
+    iterations = options.adjoint_iterations
     if solver == "auto":
         if adjoint_solver is not None or iterations is not None:
             raise UsageError(
@@ -340,7 +344,8 @@ def solvers(options: argparse.Namespace, model: Model) -> Pair:
     forward, adjoint = model.solvers if solver is None else (solver, solver.for_adjoint())
     if solver is None and options.method == "one-shot":
         # a line search with two sweeps leaves states from which one sweep is enough for a gradient
-        forward, adjoint = lp_jax.Picard(sweeps=1), lp_jax.Picard(sweeps=2)
+        forward = lp_jax.Picard(sweeps=1)
+        adjoint = lp_jax.Picard(sweeps=2)
     adjoint = adjoint_solver or adjoint
     adjoint = adjoint if iterations is None else with_effort(adjoint, iterations)
     return forward, adjoint

@@ -6,7 +6,6 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jsonargparse import ArgumentParser
@@ -35,7 +34,8 @@ def run(name: str, args: Sequence[str]) -> None:
 
 
 def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
-    problem, args = PROBLEMS[name], list(spelled_out(args))
+    problem = PROBLEMS[name]
+    args = list(spelled_out(args))
     kind = problem.kind(first_look(args, f"lp-jax plan {name}").model)
     about = description(
         "Recommend a solver for this network, and predict its time. Nothing is trained.",
@@ -65,8 +65,14 @@ def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | N
             f"--workers must be from 1 to the {settings.layers} layers; got {options.workers}."
         )
     print(described(settings, task), file=sys.stderr)
-    limits = {"error": options.error, "seconds": options.seconds}
-    plan = make_plan(settings, task, machine=machine, workers=options.workers, **limits)
+    plan = make_plan(
+        settings,
+        task,
+        machine=machine,
+        workers=options.workers,
+        error=options.error,
+        seconds=options.seconds,
+    )
     if options.save is not None:
         plan.machine.save(options.save)
     return plan, options.out
@@ -111,14 +117,16 @@ def make_plan(
     with Console(stderr=True).status(
         "measuring layers, and the gradients of solvers that would be faster"
     ):
-        given: dict[str, Any] = {
-            "loss": task.measure,
-            "workers": workers,
-            "machine": machine,
-            "comm": comm,
+        plan = train.plan(
+            made.model,
+            made.params,
+            next(made.batches(0)),
+            loss=task.measure,
+            workers=workers,
+            machine=machine,
+            comm=comm,
             **limits,
-        }
-        plan = train.plan(made.model, made.params, next(made.batches(0)), **given)
+        )
     if machine is None:
         name = f"{jax.devices()[0].device_kind} ({platform.machine()}), {settings.problem}, {settings.kind}"
         plan = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, name=name))
@@ -126,10 +134,8 @@ def make_plan(
 
 
 def _add_plan(parser: argparse.ArgumentParser | ArgumentParser) -> argparse._ArgumentGroup:
-    group, about = (
-        parser.add_argument_group("Plan"),
-        "Number of devices that the layers are spread over.",
-    )
+    group = parser.add_argument_group("Plan")
+    about = "Number of devices that the layers are spread over."
     add = group.add_argument
     add("--workers", type=PositiveInt, metavar="N", default=1, help=about)
     add(

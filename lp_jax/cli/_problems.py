@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,17 +26,14 @@ from lp_jax.data import contrib
 from lp_jax.data._batches import padded
 from lp_jax.data._dataset import Scaler
 from lp_jax.data._gum import Tagging
-from lp_jax.train._types import Batch
 
 T = TypeVar("T")
 
 _LENGTHS = (16, 32, 64, 144)  # of sentences
 _SENTENCES, _WORDS = 5, range(5, 21)  # how many are shown, and how long
-_PROMPT, _WRITTEN, _TEMPERATURE = (
-    32,
-    200,
-    0.7,
-)  # characters of the text that is continued, of the continuation
+_PROMPT = 32  # characters of the text that is continued
+_WRITTEN = 200  # characters of the continuation
+_TEMPERATURE = 0.7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +60,8 @@ class Problem:
 def arrays(training: Training, data: Path) -> Task:
     """Return the task of a file: classes or values, by the type of y."""
     dataset = datasets.arrays(data, seed=training.seed)
-    x, test_x = np.asarray(dataset.train_x), np.asarray(dataset.test_x)
+    x = np.asarray(dataset.train_x)
+    test_x = np.asarray(dataset.test_x)
     if x.dtype != np.uint8:  # bytes are pixels
         scale = Scaler(x)
         dataset = dataset._replace(train_x=scale(x), test_x=scale(test_x))
@@ -87,23 +85,20 @@ def gum(training: Training, data: Path) -> Task:
     """Return the task of a treebank: sentences, batched with others of about their length."""
     tagging = datasets.gum(data, max_length=_LENGTHS[-1])
 
-    def batches(epoch: int) -> Iterator[Batch]:
-        return datasets.bucketed(
-            tagging.train, training.batch_size, lengths=_LENGTHS, seed=training.seed, epoch=epoch
-        )
-
     test = datasets.bucketed(
         tagging.test, len(tagging.test.x), lengths=_LENGTHS[-1:], seed=0, epoch=0, drop_last=False
     )
     return Task(
-        batches=batches,
+        batches=lambda epoch: datasets.bucketed(
+            tagging.train, training.batch_size, lengths=_LENGTHS, seed=training.seed, epoch=epoch
+        ),
         steps_per_epoch=steps_per_epoch(len(tagging.train.x), training),
         test_batches=list(test),
         shape=(),
         outputs=tagging.classes,
-        names=tuple(tagging.tags),
+        names=tagging.tags,
         length=_LENGTHS[-1],
-        sizes=tuple(tagging.sizes),
+        sizes=tagging.sizes,
         samples=functools.partial(tag_samples, tagging),
     )
 
@@ -138,7 +133,8 @@ def tagged(tags: Sequence[str], word: str, answer: int, right: int) -> str:
 def text(training: Training, data: Path) -> Task:
     """Return the task of a text: windows of it; the label of a position is the next character."""
     dataset = datasets.characters(data)
-    samples, sizes = functools.partial(written, dataset, training.seed), (dataset.classes,)
+    samples = functools.partial(written, dataset, training.seed)
+    sizes = (dataset.classes,)
     task = dataclasses.replace(
         task_of(dataset, training), shape=(), length=dataset.shape[0], sizes=sizes
     )
@@ -147,11 +143,13 @@ def text(training: Training, data: Path) -> Task:
 
 def written(dataset: datasets.Dataset, seed: int, predict: Predict) -> str:
     """Return the beginning of the held-out text and the model's continuation, character by character."""
-    (length,), random = dataset.shape, np.random.default_rng(seed)
+    (length,) = dataset.shape
+    random = np.random.default_rng(seed)
     prompt = dataset.test_x[0][: min(_PROMPT, length)]
     numbers = [int(number) for number in prompt]
     for _ in range(_WRITTEN):
-        window, last = np.zeros((1, length), np.int32), numbers[-length:]
+        window = np.zeros((1, length), np.int32)
+        last = numbers[-length:]
         window[0, : len(last)] = last
         logits = predict(window)[0, len(last) - 1] / _TEMPERATURE
         logits[0] = -np.inf  # padding
@@ -312,7 +310,8 @@ def prepare(name: str, options: Mapping[str, Any]) -> tuple[Settings, Task]:
         raise UsageError(
             f"--layers must be a number; got null, and the inputs of {name} are no sequences."
         )
-    kind, t1 = problem.kind(options.get("model")), model.t1 or float(layers)
+    kind = problem.kind(options.get("model"))
+    t1 = model.t1 or float(layers)
     return Settings(name, kind, model, training, sources, layers, t1), task
 
 

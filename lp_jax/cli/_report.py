@@ -198,10 +198,8 @@ def gradient_errors(made: Experiment, params: PyTree) -> "Figure":
     from lp_jax import viz
     from lp_jax.viz._hierarchy import variants
 
-    (*_, batch), (solver, adjoint_solver) = (
-        made.batches(made.settings.training.epochs - 1),
-        made.solvers,
-    )
+    *_, batch = made.batches(made.settings.training.epochs - 1)
+    solver, adjoint_solver = made.solvers
     setting = jax.config.read("jax_disable_most_optimizations")
     jax.config.update(
         "jax_disable_most_optimizations", True
@@ -243,8 +241,10 @@ def pictures(runs: Sequence[Run], errors: "Figure | None") -> "dict[str, Figure]
     """Return the pictures by file name; a serial run has no pictures of residuals and gradient errors."""
     from lp_jax import viz
 
-    first, (solver, adjoint) = runs[0], runs[0].made.solvers
-    layers, t1 = first.made.settings.layers, first.made.settings.t1
+    first = runs[0]
+    solver, adjoint = runs[0].made.solvers
+    layers = first.made.settings.layers
+    t1 = first.made.settings.t1
     figures = {
         "curves.png": viz.curves({run.name: run.log.rows for run in runs}),
         "costs.png": viz.costs({run.name: run.rows for run in runs}),
@@ -260,8 +260,12 @@ def pictures(runs: Sequence[Run], errors: "Figure | None") -> "dict[str, Figure]
 
 def show(runs: Sequence[Run], options: argparse.Namespace, console: Console, is_root: bool) -> None:
     """Show table, summary and pictures. All processes measure; the first one shows."""
-    folder, made, params = options.out, runs[0].made, runs[0].state.params
-    figures, samples, errors = {}, "", None
+    folder = options.out
+    made = runs[0].made
+    params = runs[0].state.params
+    figures = {}
+    samples = ""
+    errors = None
     if made.task.samples is not None:
         with console.status("a few answers, to read"):
             samples = made.task.samples(lambda x: np.array(train.predict(made.tested, params, x)))

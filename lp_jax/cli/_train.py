@@ -17,23 +17,20 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from lp_jax import nn, planning, train
+from lp_jax import Solver, nn, planning, train
 from lp_jax._arrays._types import PyTree
-from lp_jax._solvers._solver import Solver
-from lp_jax.cli import _options
-from lp_jax.cli import _report as report
+from lp_jax.cli import _options, _report as report
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._experiment import SERIAL, Experiment, Run, described, experiment
 from lp_jax.cli._launch import Launch, launched
-from lp_jax.cli._menu import PROBLEMS as HELP
-from lp_jax.cli._menu import description
+from lp_jax.cli._menu import PROBLEMS as HELP, description
 from lp_jax.cli._plan import make_plan
 from lp_jax.cli._problems import PROBLEMS, Settings, prepare
 from lp_jax.cli._workers import spread, workers
 from lp_jax.nn._export import first_difference
 from lp_jax.planning._words import code
 from lp_jax.train._controller import gradient_error
-from lp_jax.train._log import flat, measured
+from lp_jax.train._log import measured
 from lp_jax.train._types import Batch
 
 
@@ -41,7 +38,8 @@ def run(name: str, args: Sequence[str]) -> None:
     args = list(_options.spelled_out(args))
     look = _options.first_look(args, f"lp-jax train {name}")
     with launched(look, ["train", name, *args]) as processes, contextlib.ExitStack() as stack:
-        problem, folder = PROBLEMS[name], look.out
+        problem = PROBLEMS[name]
+        folder = look.out
         console = report.plain_console(stderr=True, quiet=not processes.is_root)
         earlier = processes.once(lambda: report.stored_run(folder, name)) if look.resume else None
         stored = (
@@ -128,7 +126,8 @@ def _runs(
     made: Experiment, options: argparse.Namespace, console: Console, processes: Launch
 ) -> list[Run]:
     """Train with the solvers and then, to compare, serially on one device."""
-    folder, again = options.out, f"lp-jax train {made.settings.problem}"
+    folder = options.out
+    again = f"lp-jax train {made.settings.problem}"
     trained = [(made, folder, options.method)]
     if not (made.solvers[0].exact and options.method == "direct") and not options.no_compare:
         path = folder / "serial"
@@ -167,8 +166,9 @@ def train_one(
         folder.mkdir(parents=True, exist_ok=True)
     log = train.Log(folder / "metrics.jsonl" if launch.is_root else None)
     before = log.of("train")[-1:]
-    optimizer, steps = optax.adam(made.settings.training.learning_rate), made.task.steps_per_epoch
-    arguments: dict[str, Any] = {
+    optimizer = optax.adam(made.settings.training.learning_rate)
+    steps = made.task.steps_per_epoch
+    arguments = {
         "log": log,
         "log_every": options.log_every,
         "checkpoint_every": options.checkpoint_every,
@@ -176,7 +176,7 @@ def train_one(
         "agree": launch.agree if launch.size > 1 else None,
     }
     fingerprint = made.settings.fingerprint() | ({} if method == "direct" else {"method": method})
-    kept: dict[str, Any] = {"config": fingerprint, "skip_damaged": options.skip_damaged}
+    kept = {"config": fingerprint, "skip_damaged": options.skip_damaged}
     solver, adjoint_solver = made.solvers
     if method == "nested":
         _, state, _ = depth_by_depth(
@@ -210,7 +210,8 @@ def train_one(
         else:
             step_fn = train.make_train_step(made.loss_fn, optimizer, ranks=made.place.ranks)
             state = train.init_state(made.params, optimizer)
-        state, controller = made.place.everywhere(state), None
+        state = made.place.everywhere(state)
+        controller = None
         if options.controller and not solver.exact:
             controller = train.Controller(
                 made.loss_fn, bound=options.controller, ranks=made.place.ranks
@@ -271,7 +272,8 @@ def depth_by_depth(
 
 def depths_of(options: argparse.Namespace, settings: Settings) -> list[int]:
     """Return the numbers of layers that ``--method nested`` goes through; refuse a method that does not suit this network."""
-    method, layers = options.method, settings.layers
+    method = options.method
+    layers = settings.layers
     if method == "one-shot" and settings.model.dropout > 0:
         raise UsageError("--method one-shot needs the same network in every step; add --dropout 0.")
     if options.depths and method != "nested":
@@ -297,7 +299,8 @@ def _measures(
     made: Experiment, options: argparse.Namespace, steps_per_epoch: int
 ) -> list[train.Every]:
     """Return the measurements during training: the test set's score, and the error of the gradient."""
-    total, test_fn = steps_per_epoch * made.settings.training.epochs, made.loss(made.tested)[0]
+    total = steps_per_epoch * made.settings.training.epochs
+    test_fn = made.loss(made.tested)[0]
 
     def test(state: train.TrainState, batch: Batch) -> dict[str, object]:
         return train.evaluate(test_fn, state.params, made.task.test_batches)._asdict()
@@ -312,7 +315,8 @@ def _measures(
     def probe(state: train.TrainState, batch: Batch) -> dict[str, object]:
         loss_fn, operands = made.loss_fn, batch  # whose programs other measurements use, too
         if state.restart is not None:
-            loss_fn, operands = restarted, (batch, state.restart)
+            loss_fn = restarted
+            operands = (batch, state.restart)
         # with enough iterations to show the convergence
         longer = [
             s if s.has_tolerance else planning.with_effort(s, max(s.iterations + 2, 4))
@@ -325,7 +329,7 @@ def _measures(
         return {
             "gradient_error": error.relative,
             "gradient_cosine": error.cosine,
-            **flat("gradient_error", error.groups),
+            **{f"gradient_error_{name}": part for name, part in error.groups.items()},
             **measured("forward_residual", solves.forward.residual_norms.tolist()),
             "forward_scale": float(solves.forward_scale),
             **measured("adjoint_residual", solves.adjoint.residual_norms.tolist()),

@@ -11,16 +11,15 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lp_jax import MeshComm, MPIComm, layer_slices
+from lp_jax import MeshComm, MPIComm, Solver, layer_slices
 from lp_jax._arrays._types import PyTree
 from lp_jax._levels._result import ranked
-from lp_jax._solvers._solver import Solver
 from lp_jax.cli._errors import CommandError, UsageError
 from lp_jax.cli._launch import mesh_sizes, set_cpu_devices, unchanged
 from lp_jax.cli._models import Pair
 from lp_jax.cli._problems import Settings
 from lp_jax.train import Info, Ranks
-from lp_jax.train._types import Batch, LossFn
+from lp_jax.train._types import Batch, Loss, LossFn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,13 +30,11 @@ class Place:
     ranks: Ranks | None = None  # MPI ranks that hold the layers, if any
     devices: int = 1  # number of devices
     about: str = ""  # a line on them
-    everywhere: Callable[[PyTree], PyTree] = (
-        unchanged  # from arrays of one worker to arrays on all workers
-    )
+    # from arrays of one worker to arrays on all workers
+    everywhere: Callable[[PyTree], PyTree] = unchanged
     share: Callable[[PyTree], PyTree] = unchanged  # spreads a batch over the workers
-    loss: Callable[[LossFn], LossFn] = (
-        unchanged  # from the loss of a share to that of a whole batch
-    )
+    # from the loss of a share to that of a whole batch
+    loss: Callable[[LossFn], LossFn] = unchanged
 
 
 ONE_DEVICE = Place()
@@ -45,13 +42,12 @@ ONE_DEVICE = Place()
 
 def devices(comm: MeshComm) -> Place:
     """Return the devices of a mesh, of one process or of several."""
-    mesh, processes = comm.mesh, jax.process_count()
+    mesh = comm.mesh
+    processes = jax.process_count()
     about = f"devices: {', '.join(f'{name} {n}' for name, n in mesh.shape.items())}"
     about += f", in {processes} processes" if processes > 1 else ""
-    parts, cores = (
-        set(mesh.devices.flat) & set(jax.local_devices(backend="cpu")),
-        len(os.sched_getaffinity(0)),
-    )
+    parts = set(mesh.devices.flat) & set(jax.local_devices(backend="cpu"))
+    cores = len(os.sched_getaffinity(0))
     if len(parts) > cores:
         about += (
             f"; {len(parts)} of them share {cores} cores: times say nothing of as many processors"
@@ -72,11 +68,11 @@ def copies(comm: MeshComm) -> Place:
     specs = (PartitionSpec(), PartitionSpec(comm.axis))
 
     def loss(loss_fn: LossFn) -> LossFn:
-        def whole(params: PyTree, batch: Batch, *solvers: Solver | None) -> tuple[jax.Array, Info]:
+        def whole(params: PyTree, batch: Batch, *solvers: Solver | None) -> Loss:
             @functools.partial(
                 jax.shard_map, mesh=comm.mesh, in_specs=specs, out_specs=PartitionSpec()
             )
-            def share(params: PyTree, batch: Batch) -> tuple[jax.Array, Info]:
+            def share(params: PyTree, batch: Batch) -> Loss:
                 own = jax.tree.map(lambda x: jax.lax.pcast(x, comm.axis, to="varying"), params)
                 loss, info = loss_fn(own, batch, *solvers)
                 loss, scale = jax.lax.pmean((loss, info.scale), comm.axis)
@@ -122,7 +118,9 @@ def _put(x: jax.Array | np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Arra
 
 def spread(options: argparse.Namespace, settings: Settings) -> dict[str, int]:
     """Return the axes of ``--devices`` or ``--mesh``, if this network fits them. A CPU is cut into as many devices."""
-    sizes, batch, layers = mesh_sizes(options), settings.training.batch_size, settings.layers
+    sizes = mesh_sizes(options)
+    batch = settings.training.batch_size
+    layers = settings.layers
     if batch % sizes.get("data", 1):
         raise UsageError(
             f"--batch_size {batch} cannot be split evenly over data={sizes['data']}; choose a multiple."
@@ -165,9 +163,8 @@ def workers(
     if not options.distributed and math.prod(sizes.values()) == 1:
         return ONE_DEVICE
     there = jax.device_count()
-    sizes = (
-        {"layers": 1, **sizes} if sizes else {"layers": there}
-    )  # without axes, all devices in one row
+    # without axes, all devices in one row
+    sizes = {"layers": 1, **sizes} if sizes else {"layers": there}
     needed = math.prod(sizes.values())
     if there < needed or (processes > 1 and there != needed):
         where = jax.default_backend() + (f", in {processes} processes" if processes > 1 else "")
@@ -178,7 +175,8 @@ def workers(
 
 
 def mesh_comm(sizes: Mapping[str, int]) -> MeshComm:
-    shape, axis_types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+    shape = tuple(sizes.values())
+    axis_types = (AxisType.Auto,) * len(sizes)
     return MeshComm(
         jax.make_mesh(shape, tuple(sizes), axis_types, devices=jax.devices()[: math.prod(shape)])
     )

@@ -5,14 +5,10 @@ Everything is NumPy; nothing here downloads or unpickles. docs/data.md lists the
 """
 
 from lp_jax.data._arrays import arrays as arrays
-from lp_jax.data._batches import Sequences as Sequences
-from lp_jax.data._batches import batches as batches
-from lp_jax.data._batches import bucketed as bucketed
+from lp_jax.data._batches import Sequences as Sequences, batches as batches, bucketed as bucketed
 from lp_jax.data._characters import characters as characters
-from lp_jax.data._dataset import DataError as DataError
-from lp_jax.data._dataset import Dataset as Dataset
+from lp_jax.data._dataset import DataError as DataError, Dataset as Dataset
 from lp_jax.data._gum import gum as gum
-from lp_jax.data._mnist import digits as digits
-from lp_jax.data._mnist import mnist as mnist
+from lp_jax.data._mnist import digits as digits, mnist as mnist
 from lp_jax.data._peaks import peaks as peaks
 from lp_jax.data._timeseries import timeseries as timeseries

@@ -1,16 +1,15 @@
 """Your own arrays, in a NumPy file."""
 
-import os
 from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._dataset import Dataset, archive, check_finite, split, wrong
+from lp_jax.data._dataset import Dataset, Samples, StrPath, archive, check_finite, split, wrong
 
 _WANTED = "a file as numpy.savez writes it, with x of shape (samples, ...) and y, a class or values for each sample"
 
 
-def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
+def arrays(path: StrPath, *, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
     """Load inputs ``x`` and classes or values ``y`` from a ``.npz`` file, as ``numpy.savez("mine.npz", x=x, y=y)`` writes it.
 
     Args:
@@ -54,10 +53,10 @@ def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: in
                 raise wrong(path, got, "the same shape")
     else:
         x, y, test_x, test_y = split(x, y, test_fraction, seed, by_class=not values)
-    if (
-        np.result_type(y, test_y).kind == "f" and not values
-    ):  # int64 and uint64: large numbers would merge
-        y, test_y = y.astype(object), test_y.astype(object)
+    # int64 and uint64: large numbers would merge
+    if np.result_type(y, test_y).kind == "f" and not values:
+        y = y.astype(object)
+        test_y = test_y.astype(object)
     known = np.unique(np.concatenate([y, test_y]))
     if len(known) < 2:
         raise wrong(
@@ -71,12 +70,14 @@ def arrays(path: str | os.PathLike[str], *, test_fraction: float = 0.2, seed: in
     )
 
 
-def _pair(path: Path, stored: dict[str, np.ndarray], prefix: str) -> tuple[np.ndarray, np.ndarray]:
+def _pair(path: Path, stored: dict[str, np.ndarray], prefix: str) -> Samples:
     """Return x and y, or test_x and test_y; refuse those that are missing or no data set."""
-    a, b = f"{prefix}x", f"{prefix}y"
+    a = f"{prefix}x"
+    b = f"{prefix}y"
     if absent := [name for name in (a, b) if name not in stored]:
         raise wrong(path, f"has no {absent[0]}, but {', '.join(stored) or 'nothing'}", _WANTED)
-    x, y = stored[a], stored[b]
+    x = stored[a]
+    y = stored[b]
     if (
         x.ndim < 2
         or y.shape[:1] != x.shape[:1]

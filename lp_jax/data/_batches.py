@@ -10,7 +10,7 @@ import numpy as np
 
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
-from lp_jax.data._dataset import Dataset
+from lp_jax.data._dataset import Dataset, Samples
 
 
 def batches(
@@ -56,9 +56,8 @@ def batches(
     arrays = tuple(arrays)
     leaves = jax.tree.leaves(arrays, is_leaf=lambda part: not isinstance(part, tuple))
     if other := [leaf for leaf in leaves if not hasattr(leaf, "shape")]:
-        kind = type(other[0]).__name__
         raise TypeError(
-            f"data must be arrays; got a {kind}: sequences of different lengths are for data.bucketed."
+            f"data must be arrays; got a {type(other[0]).__name__}: sequences of different lengths are for data.bucketed."
         )
     lengths = list(map(len, leaves))
     if len(set(lengths)) != 1:
@@ -151,8 +150,9 @@ def bucketed(
         itertools.zip_longest(sizes, map(len, data.y), fillvalue=0)
     ):
         if elements != labels:
-            wrong = f"got {labels} for the {elements} of sequence {at}"
-            raise ValueError(f"data must have a label for each element; {wrong}.")
+            raise ValueError(
+                f"data must have a label for each element; got {labels} for the {elements} of sequence {at}."
+            )
     bounds = [_check.integer("lengths", length, least=1) for length in lengths]
     if not bounds or any(later <= earlier for earlier, later in itertools.pairwise(bounds)):
         raise ValueError(f"lengths must increase; got {tuple(bounds)}.")
@@ -167,7 +167,7 @@ def bucketed(
         order[np.argsort(buckets[order], kind="stable")], batch_size, drop_last, "sequences"
     )
 
-    def batch(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def batch(part: np.ndarray) -> Samples:
         length = bounds[buckets[part[-1]]]
         return padded([data.x[i] for i in part], length), padded(
             [data.y[i] for i in part], length, fill=UNLABELLED

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from lp_jax._arrays import _check
-from lp_jax.data._dataset import Dataset, check_fraction, lines, wrong
+from lp_jax.data._dataset import Dataset, Samples, StrPath, check_fraction, lines, wrong
 from lp_jax.data._gum import PADDING, UNKNOWN, read_conllu
 
 _RESERVED = (PADDING, UNKNOWN)
 
 
 def characters(
-    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    path: StrPath | Sequence[StrPath],
     length: int = 128,
     test_fraction: float = 0.1,
     *,
@@ -71,7 +71,7 @@ def characters(
     seen, counts = np.unique(codes[:first_held_out], return_counts=True)
     known = seen[counts >= min_count]
 
-    def windows(part: np.ndarray, purpose: str) -> tuple[np.ndarray, np.ndarray]:
+    def windows(part: np.ndarray, purpose: str) -> Samples:
         if len(part) <= length:
             wanted = f"more than {length}, a window and the character after it"
             raise wrong(paths[0], f"{len(part)} characters to {purpose}", wanted)
@@ -81,10 +81,8 @@ def characters(
         size = (len(ids) - 1) // length * length
         return ids[:size].reshape(-1, length), ids[1 : size + 1].reshape(-1, length)
 
-    train, test = (
-        windows(codes[:first_held_out], "train with"),
-        windows(codes[first_held_out:], "hold out"),
-    )
+    train = windows(codes[:first_held_out], "train with")
+    test = windows(codes[first_held_out:], "hold out")
     names = (*_RESERVED, *map(chr, known))
     return Dataset(*train, *test, classes=len(names), shape=(length,), names=names)
 

@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
-Arrays: TypeAlias = np.ndarray | tuple[np.ndarray, ...]
+from lp_jax._arrays._types import StrPath as StrPath
+
+Samples = tuple[np.ndarray, np.ndarray]
+"""Inputs, and their labels or values."""
+
+Arrays = np.ndarray | tuple[np.ndarray, ...]
 
 
 class Dataset(NamedTuple):
@@ -76,8 +81,9 @@ def split(
     counts = np.unique(y, return_counts=True)[1] if by_class else [len(y)]
     test = math.ceil(test_fraction * len(y))
     if min(counts) < 2:
-        why = "to train with and to hold out; one has a single one"
-        raise ValueError(f"each class must have two samples or more, {why}.")
+        raise ValueError(
+            "each class must have two samples or more, to train with and to hold out; one has a single one."
+        )
     if min(test, len(y) - test) < len(counts):
         got = f"{test_fraction} leaves {len(y) - test} to train with and {test} to hold out, for {len(counts)} classes"
         raise ValueError(f"test_fraction must leave one sample of each class or more; {got}.")
@@ -96,10 +102,8 @@ class Scaler:
         self._scaler = require("sklearn.preprocessing").StandardScaler().fit(_rows(values))
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
-        scaled, largest = (
-            self._scaler.transform(_rows(values)).reshape(values.shape),
-            float(np.finfo(np.float32).max),
-        )
+        scaled = self._scaler.transform(_rows(values)).reshape(values.shape)
+        largest = float(np.finfo(np.float32).max)
         check_finite("after scaling by the training samples", "the data", scaled, largest=largest)
         return scaled.astype(np.float32)
 
@@ -178,9 +182,8 @@ def check_finite(
     place: object, name: str, array: np.ndarray, wanted: str = "", largest: float = LARGEST
 ) -> None:
     """Refuse NaN, infinity and numbers that are too large; name the first one and its indices."""
-    if (
-        array.dtype.kind == "f" and not (fine := np.abs(array) < np.float64(largest)).all()
-    ):  # float32 has no 1e150
+    # float32 has no 1e150
+    if array.dtype.kind == "f" and not (fine := np.abs(array) < np.float64(largest)).all():
         at = [int(index) for index in np.argwhere(~fine)[0]]
         raise wrong(
             place,

@@ -1,7 +1,6 @@
 """Tagging the words of a Universal Dependencies treebank, in CoNLL-U files: one word per line, ten columns."""
 
 import io
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -12,16 +11,20 @@ import numpy as np
 
 from lp_jax._arrays import _check
 from lp_jax.data._batches import UNLABELLED, Sequences
-from lp_jax.data._dataset import lines, reading, require, wrong
+from lp_jax.data._dataset import StrPath, lines, reading, require, wrong
 
 _UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X"
+
+
+Strings = tuple[str, ...]
+"""Words, tags, or entries of a vocabulary."""
 
 
 class Sentence(NamedTuple):
     """Words, their parts of speech, and the comment ``# text``, or the words joined by spaces."""
 
-    words: tuple[str, ...]
-    upos: tuple[str, ...]
+    words: Strings
+    upos: Strings
     text: str
 
 
@@ -57,7 +60,8 @@ def read_conllu(path: Path) -> list[Sentence]:
     return sentences
 
 
-PADDING, UNKNOWN = "<padding>", "<unknown>"
+PADDING = "<padding>"
+UNKNOWN = "<unknown>"
 SHAPES = ("lower", "Capitalised", "UPPER", "miXed", "number", "letters and digits", "sign")
 
 
@@ -75,7 +79,7 @@ def shape(word: str) -> str:
     return "UPPER" if word.isupper() else "miXed"
 
 
-def vocabularies(words: Iterable[str], min_count: int) -> list[tuple[str, ...]]:
+def vocabularies(words: Iterable[str], min_count: int) -> list[Strings]:
     """Return the entries of each column by number: padding, unknown ones, then the others, most frequent first."""
     unknown = (tuple(f"<unknown {shape}>" for shape in SHAPES), (UNKNOWN,), (UNKNOWN,), SHAPES)
     tables = []
@@ -99,9 +103,9 @@ class Tagging(NamedTuple):
     train: Sequences
     dev: Sequences
     test: Sequences
-    tags: tuple[str, ...]
-    vocabularies: tuple[tuple[str, ...], ...]
-    test_words: list[tuple[str, ...]]
+    tags: Strings
+    vocabularies: tuple[Strings, ...]
+    test_words: list[Strings]
 
     @property
     def classes(self) -> int:
@@ -114,9 +118,7 @@ class Tagging(NamedTuple):
         return tuple(map(len, self.vocabularies))
 
 
-def gum(
-    folder: str | os.PathLike[str], *, min_count: int = 2, max_length: int | None = None
-) -> Tagging:
+def gum(folder: StrPath, *, min_count: int = 2, max_length: int | None = None) -> Tagging:
     """Load GUM, or another treebank of Universal Dependencies, to tag words with their parts of speech.
 
     The folder has one file each whose name ends in ``-train.conllu``, ``-dev.conllu`` and ``-test.conllu``, plain or
@@ -180,7 +182,7 @@ def gum(
         number = ids[3][kind]  # an unknown word has the number of its shape
         return ids[0].get(word, number), ids[1].get(suffix, 1), ids[2].get(prefix, 1), number
 
-    def pieces(whole: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    def pieces(whole: Iterable[Strings]) -> list[Strings]:
         longest = max_length or sys.maxsize
         return [
             entries[start : start + longest]
@@ -188,7 +190,8 @@ def gum(
             for start in range(0, len(entries), longest)
         ]
 
-    parts, words = {}, {}
+    parts = {}
+    words = {}
     for split, found in sentences.items():
         words[split] = pieces(sentence.words for sentence in found)
         x = [np.array(list(map(row, piece)), np.int32) for piece in words[split]]

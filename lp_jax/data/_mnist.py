@@ -1,17 +1,26 @@
 """Handwritten digits: those of scikit-learn, and MNIST from IDX files (a magic number, sizes of the axes, bytes)."""
 
 import math
-import os
 from pathlib import Path
 
 import numpy as np
 
-from lp_jax.data._dataset import Dataset, content, find, reading, require, split, wrong
+from lp_jax.data._dataset import (
+    Dataset,
+    Samples,
+    StrPath,
+    content,
+    find,
+    reading,
+    require,
+    split,
+    wrong,
+)
 
 _CLASSES = 10
 
 
-def mnist(folder: str | os.PathLike[str]) -> Dataset:
+def mnist(folder: StrPath) -> Dataset:
     """Load MNIST, Fashion-MNIST or the like, from a folder of four IDX files of the usual names.
 
     The names are ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
@@ -32,7 +41,7 @@ def mnist(folder: str | os.PathLike[str]) -> Dataset:
     return Dataset(train_x, train_y, test_x, test_y, classes=_CLASSES, shape=train_x.shape[1:])
 
 
-def _split(folder: Path, name: str, size: tuple[int, ...] | None) -> tuple[np.ndarray, np.ndarray]:
+def _split(folder: Path, name: str, size: tuple[int, ...] | None) -> Samples:
     images_file, images = _bytes(folder, f"{name}-images-idx3-ubyte", axes=3)
     labels_file, labels = _bytes(folder, f"{name}-labels-idx1-ubyte", axes=1)
     if images.size == 0 or images.shape[1:] != (size or images.shape[1:]):
@@ -59,7 +68,8 @@ def _split(folder: Path, name: str, size: tuple[int, ...] | None) -> tuple[np.nd
 def _bytes(folder: Path, name: str, *, axes: int) -> tuple[Path, np.ndarray]:
     """Read an IDX file: 0, 0, 8 for bytes, the number of axes; the size of each in 4 bytes; the values."""
     path = find(folder, name, "a folder with the four files of MNIST")
-    magic, wanted = bytes([0, 0, 8, axes]), f"an IDX file of bytes along {axes} axes"
+    magic = bytes([0, 0, 8, axes])
+    wanted = f"an IDX file of bytes along {axes} axes"
     raw = content(path, wanted)
     if not raw.startswith(magic):
         raise wrong(path, f"starts with {raw[:4].hex()!r}", f"{magic.hex()!r}, {wanted}")
@@ -93,5 +103,6 @@ def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
         Alpaydin, Kaynak, "Optical recognition of handwritten digits", UCI Machine Learning Repository, 1998.
     """
     bunch = require("sklearn.datasets").load_digits()
-    x, y = (bunch.images[..., None] / 16.0).astype(np.float32), bunch.target.astype(np.int32)
+    x = (bunch.images[..., None] / 16.0).astype(np.float32)
+    y = bunch.target.astype(np.int32)
     return Dataset(*split(x, y, test_fraction, seed), classes=_CLASSES, shape=x.shape[1:])

@@ -55,7 +55,8 @@ def peaks(
     values = _function(grid[:, None], grid[None, :])
     inner = np.linspace(values.min(), values.max(), classes + 1)[1:-1]  # bounds between two classes
     missing = np.array([len(range(label, samples, classes)) for label in range(classes)])
-    points, labels = [], []
+    points = []
+    labels = []
     while missing.any():
         block = generator.uniform(-_HALF, _HALF, (20_000, 2))
         label = np.digitize(_function(block[:, 0], block[:, 1]), inner)
@@ -64,7 +65,8 @@ def peaks(
             points.append(new)
             labels.append(np.full(len(new), wanted, np.int32))
             missing[wanted] -= len(new)
-    x, y = (np.concatenate(points) / _HALF).astype(np.float32), np.concatenate(labels)
+    x = (np.concatenate(points) / _HALF).astype(np.float32)
+    y = np.concatenate(labels)
     return Dataset(*split(x, y, test_fraction, seed), classes=classes, shape=(2,))
 
 

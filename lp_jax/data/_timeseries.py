@@ -1,13 +1,12 @@
 """Time series to classify: the ``.ts`` problems of the archives."""
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from lp_jax.data._batches import padded
-from lp_jax.data._dataset import Dataset, Scaler, check_finite, find, lines, wrong
+from lp_jax.data._dataset import Dataset, Scaler, StrPath, check_finite, find, lines, wrong
 
 
 class Series(NamedTuple):
@@ -28,7 +27,8 @@ def read_ts(path: Path, fill: float | None = None) -> Series:
     for number, line in enumerate(content[start:], start + 1):
         if not line.strip() or line.startswith("#"):
             continue
-        place, (*channels, label) = f"{path}: line {number}", line.split(":")
+        place = f"{path}: line {number}"
+        *channels, label = line.split(":")
         series.labels.append(label.strip())
         if series.labels[-1] not in series.classes:
             wanted = f"one of those that the header announces, {' '.join(series.classes)}"
@@ -90,7 +90,7 @@ def _values(place: str, channels: list[str], fill: float | None) -> np.ndarray:
     return x.T
 
 
-def timeseries(folder: str | os.PathLike[str], name: str, *, fill: float | None = None) -> Dataset:
+def timeseries(folder: StrPath, name: str, *, fill: float | None = None) -> Dataset:
     """Load a problem of the UCR and UEA archives, from a folder of the two files ``NAME_TRAIN.ts`` and ``NAME_TEST.ts``.
 
     Each is in the ``.ts`` format, plain or gzipped with ``.gz`` at its end. ``fill`` replaces missing values, ``?`` or ``NaN``;
@@ -120,13 +120,15 @@ def timeseries(folder: str | os.PathLike[str], name: str, *, fill: float | None 
         for split in ("TRAIN", "TEST")
     ]
     train, test = (read_ts(path, fill) for path in paths)
-    channels, wanted = test.x[0].shape[1], train.x[0].shape[1]
+    channels = test.x[0].shape[1]
+    wanted = train.x[0].shape[1]
     if channels != wanted:
         raise wrong(paths[1], f"{channels} channels", f"{wanted}, like those to train with")
     if unseen := set(test.labels) - set(train.labels):
         got = f"class {min(unseen)!r}, which no training series has"
         raise wrong(paths[1], got, f"one of {' '.join(sorted(set(train.labels)))}")
-    scaled, longest = Scaler(np.concatenate(train.x)), max(map(len, train.x + test.x))
+    scaled = Scaler(np.concatenate(train.x))
+    longest = max(map(len, train.x + test.x))
 
     def arrays(series: Series) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
         lengths = np.array([len(x) for x in series.x], np.int32)

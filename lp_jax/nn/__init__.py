@@ -30,30 +30,26 @@ except ModuleNotFoundError as error:
     ) from error
 
 from lp_jax.nn._convolution import convolve as convolve
-from lp_jax.nn._export import load as load
-from lp_jax.nn._export import save as save
-from lp_jax.nn._export import unstack as unstack
-from lp_jax.nn._layer_parallel import LayerParallel as LayerParallel
-from lp_jax.nn._layer_parallel import Spline as Spline
-from lp_jax.nn._layers import BatchNorm as BatchNorm
-from lp_jax.nn._layers import ConvOpening as ConvOpening
-from lp_jax.nn._layers import ConvResidual as ConvResidual
-from lp_jax.nn._layers import ConvTransition as ConvTransition
-from lp_jax.nn._layers import DenseClosing as DenseClosing
-from lp_jax.nn._layers import DenseOpening as DenseOpening
-from lp_jax.nn._layers import DenseResidual as DenseResidual
-from lp_jax.nn._layers import PoolClosing as PoolClosing
-from lp_jax.nn._layers import TokenClosing as TokenClosing
-from lp_jax.nn._layers import TokenOpening as TokenOpening
-from lp_jax.nn._network import Classifier as Classifier
-from lp_jax.nn._network import Network as Network
-from lp_jax.nn._recurrent import GRU as GRU
-from lp_jax.nn._recurrent import ParaGRU as ParaGRU
-from lp_jax.nn._recurrent import ParaLSTM as ParaLSTM
-from lp_jax.nn._refine import coarsen as coarsen
-from lp_jax.nn._refine import refine as refine
-from lp_jax.nn._stack import parallel as parallel
-from lp_jax.nn._stack import stack as stack
-from lp_jax.nn._transformer import DecoderLayer as DecoderLayer
-from lp_jax.nn._transformer import EncoderDecoderLayer as EncoderDecoderLayer
-from lp_jax.nn._transformer import EncoderLayer as EncoderLayer
+from lp_jax.nn._export import load as load, save as save, unstack as unstack
+from lp_jax.nn._layer_parallel import LayerParallel as LayerParallel, Spline as Spline
+from lp_jax.nn._layers import (
+    BatchNorm as BatchNorm,
+    ConvOpening as ConvOpening,
+    ConvResidual as ConvResidual,
+    ConvTransition as ConvTransition,
+    DenseClosing as DenseClosing,
+    DenseOpening as DenseOpening,
+    DenseResidual as DenseResidual,
+    PoolClosing as PoolClosing,
+    TokenClosing as TokenClosing,
+    TokenOpening as TokenOpening,
+)
+from lp_jax.nn._network import Classifier as Classifier, Network as Network
+from lp_jax.nn._recurrent import GRU as GRU, ParaGRU as ParaGRU, ParaLSTM as ParaLSTM
+from lp_jax.nn._refine import coarsen as coarsen, refine as refine
+from lp_jax.nn._stack import parallel as parallel, stack as stack
+from lp_jax.nn._transformer import (
+    DecoderLayer as DecoderLayer,
+    EncoderDecoderLayer as EncoderDecoderLayer,
+    EncoderLayer as EncoderLayer,
+)

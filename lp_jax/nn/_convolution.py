@@ -140,10 +140,7 @@ def _shifted(images: jax.Array, taps: Sequence[int]) -> list[jax.Array]:
     space = images.shape[1 : 1 + len(taps)]
     return [
         padded[
-            (
-                slice(None),
-                *(slice(start, start + n) for start, n in zip(offset, space, strict=True)),
-            )
+            slice(None), *(slice(start, start + n) for start, n in zip(offset, space, strict=True))
         ]
         for offset in np.ndindex(*taps)
     ]

@@ -1,6 +1,5 @@
 """Trained parameters outside the solver: layer by layer, and in a file."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import safetensors.numpy
 from flax import nnx, traverse_util
 
-from lp_jax._arrays._types import PyTree
+from lp_jax._arrays._types import PyTree, StrPath
 from lp_jax._programs import _inputs
 from lp_jax.nn._layer_parallel import LayerParallel, refuse_ranks, stacks
 
@@ -32,7 +31,7 @@ def unstack(layers: PyTree) -> list[PyTree]:
     return [nnx.merge(graphdef, jax.tree.map(lambda x, n=n: x[n], state)) for n in range(count)]
 
 
-def save(path: str | os.PathLike[str], params: PyTree) -> None:
+def save(path: StrPath, params: PyTree) -> None:
     """Write parameters to a file in the format of safetensors, which other programs read and which contains no code.
 
     ``params`` are nested dicts or lists of arrays; or a module or its state, whose parameters and running statistics are
@@ -61,7 +60,7 @@ def save(path: str | os.PathLike[str], params: PyTree) -> None:
     unfinished.replace(path)
 
 
-def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
+def load(path: StrPath, like: PyTree = None) -> PyTree:
     """Read parameters, bit for bit, from a file that `save` or another program wrote in the format of safetensors.
 
     ``like`` is a tree of arrays or shapes, a module or its state. The file must have its names, shapes and dtypes, and the

@@ -11,12 +11,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from lp_jax import Comm, Problem, Solution, Solver
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree, State
-from lp_jax._comms._comm import Comm
-from lp_jax._problem import Problem
-from lp_jax._solution import Solution
-from lp_jax._solvers._solver import Solver
 from lp_jax.nn._solved import Solved
 from lp_jax.nn._stack import MakeModule, TrunkStep, stacked_module, trunk_step
 

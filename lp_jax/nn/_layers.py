@@ -89,7 +89,8 @@ class DenseResidual(nnx.Module):
         self.outer = (
             nnx.identity if hidden is None else nnx.Linear(hidden, width, dtype=dtype, **options)
         )
-        self.activation, self.dtype = activation, dtype
+        self.activation = activation
+        self.dtype = dtype
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
         return y + dt * _to_dtype_of(
@@ -121,9 +122,12 @@ class ConvResidual(nnx.Module):
     ):
         conv = functools.partial(same_conv, channels, channels, kernel, dtype=dtype, **options)
         normal = functools.partial(make_norm, norm, CONV_NORMS, channels, groups=groups, **options)
-        self.conv1, self.norm1 = conv(), normal()
-        self.conv2, self.norm2 = conv(), normal()
-        self.activation, self.dtype = activation, dtype
+        self.conv1 = conv()
+        self.norm1 = normal()
+        self.conv2 = conv()
+        self.norm2 = normal()
+        self.activation = activation
+        self.dtype = dtype
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
         hidden = self.activation(self.norm1(self.conv1(y)))

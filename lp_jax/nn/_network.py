@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lp_jax import Solution, Solver, Stats
 from lp_jax._arrays._types import PyTree, State
-from lp_jax._solution import Solution
-from lp_jax._solvers._solver import Solver, Stats
 from lp_jax.nn._solved import Solved, combined_stats
 
 Pullback = Callable[[State], tuple[State, Stats]]
@@ -70,7 +69,8 @@ class Network(nnx.Module):
 
     def solve_vjp(self, y: State, **options: Any) -> tuple[Solution, Pullback]:
         """`LayerParallel.solve_vjp` for all parts."""
-        solutions, pullbacks = [], []
+        solutions = []
+        pullbacks = []
         for part, given in self._parts(**options):
             if given is None:
                 y, pull = jax.vjp(

@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import functools
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,12 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from lp_jax import Comm, Layer, Problem, Serial, Solver
 from lp_jax._arrays import _check
-from lp_jax._arrays._types import Layer, State
-from lp_jax._comms._comm import Comm
-from lp_jax._problem import Problem
-from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import Solver
+from lp_jax._arrays._types import State
 from lp_jax.nn._solved import Solved
 
-Gates: TypeAlias = tuple[jax.Array, ...]
+Gates = tuple[jax.Array, ...]
 """Terms of three gates, ``(..., hidden)`` each, or factors."""
 
 
@@ -47,7 +43,8 @@ class GRUStep:
         for number, h in enumerate(y):
             if number > 0:
                 inputs = gates(out[-1], between[number - 1])
-            (xr, xz, xn), (hr, hz, hn) = inputs, gates(h, recurrent[number])
+            xr, xz, xn = inputs
+            hr, hz, hn = gates(h, recurrent[number])
             new = _unit(h, xr + hr, xz + hz, xn, hn, layer.dt, self.implicit)
             out.append(new if active is None else jnp.where(active[:, None], new, h))
         return tuple(out)
@@ -131,7 +128,9 @@ class GRU(Solved):
         for name, value in (("features", features), ("hidden", hidden), ("units", units)):
             _check.integer(name, value, least=1)
         super().__init__(solver, adjoint_solver, comm)
-        self.hidden, self.implicit, self.dt = hidden, implicit, float(dt)
+        self.hidden = hidden
+        self.implicit = implicit
+        self.dt = float(dt)
         bound = hidden**-0.5
 
         def linear(inputs: int) -> nnx.Linear:
@@ -169,9 +168,8 @@ class GRU(Solved):
         active = None
         if lengths is not None:
             if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
-                got = f"{lengths.dtype}{list(lengths.shape)}"
                 raise ValueError(
-                    f"lengths must be {len(x)} integers, one for each sequence; got {got}."
+                    f"lengths must be {len(x)} integers, one for each sequence; got {lengths.dtype}{list(lengths.shape)}."
                 )
             active = self.comm.share(
                 jnp.arange(x.shape[1])[:, None] < lengths[None], self.placing_solvers()
@@ -205,8 +203,8 @@ class _Cell(Solved):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        for name, value in (("features", features), ("hidden", hidden)):
-            _check.integer(name, value, least=1)
+        _check.integer("features", features, least=1)
+        _check.integer("hidden", hidden, least=1)
         super().__init__(solver, adjoint_solver, comm)
         self.hidden = hidden
 
@@ -296,12 +294,16 @@ class ParaGRU(_Cell):
         language models", ICLR 2026.
     """
 
-    diagonals, arrays = 3, 1
+    diagonals = 3
+    arrays = 1
 
     @staticmethod
     def step(state: State, gates: Gates, diagonals: Gates) -> State:
-        (xz, xr, xn), (az, ar, an), h = gates, diagonals, state
-        z, r = nnx.sigmoid(xz + az * h), nnx.sigmoid(xr + ar * h)
+        xz, xr, xn = gates
+        az, ar, an = diagonals
+        h = state
+        z = nnx.sigmoid(xz + az * h)
+        r = nnx.sigmoid(xr + ar * h)
         return h + z * (jnp.tanh(xn + an * (r * h)) - h)
 
 
@@ -323,11 +325,14 @@ class ParaLSTM(_Cell):
         networks", JMLR 2002 (peepholes).
     """
 
-    diagonals, arrays = 5, 2
+    diagonals = 5
+    arrays = 2
 
     @staticmethod
     def step(state: State, gates: Gates, diagonals: Gates) -> State:
-        (xf, xo, xn), (af, ao, an, pf, po), (c, h) = gates, diagonals, state
+        xf, xo, xn = gates
+        af, ao, an, pf, po = diagonals
+        c, h = state
         f = nnx.sigmoid(xf + af * h + pf * c)
         c = c + (1 - f) * (jnp.tanh(xn + an * h) - c)
         return c, nnx.sigmoid(xo + ao * h + po * c) * jnp.tanh(c)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lp_jax import layer_slices
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree
-from lp_jax._comms._mpi import layer_slices
 from lp_jax._programs._inputs import number_of_layers
 from lp_jax.nn._layer_parallel import LayerParallel, end_times, midpoints, refuse_ranks
 
@@ -93,7 +93,8 @@ def coarsen(layers: PyTree, factor: int = 2) -> PyTree:
 
 def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerParallel:
     """Return the trunk, or refuse it if another number of layers would move layers between MPI ranks."""
-    comm, count = trunk.comm, trunk.num_layers
+    comm = trunk.comm
+    count = trunk.num_layers
     if trunk.weights is not None or not comm.splits:
         return trunk
     if how == "linear":
@@ -128,11 +129,9 @@ def _replaced(
 
 def _times(trunk: LayerParallel) -> np.ndarray:
     """Return the times between the layers, including both ends."""
-    return (
-        np.asarray(trunk.t1)
-        if np.ndim(trunk.t1)
-        else np.linspace(trunk.t0, trunk.t1, trunk.num_layers + 1)
-    )
+    if np.ndim(trunk.t1):
+        return np.asarray(trunk.t1)
+    return np.linspace(trunk.t0, trunk.t1, trunk.num_layers + 1)
 
 
 def _count(layers: PyTree, what: str) -> int:
@@ -155,7 +154,8 @@ def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
         )
     if how == "constant" or len(times) == 2:
         return jax.tree.map(lambda x: jnp.repeat(x, factor, axis=0), tree)
-    old, new = midpoints(times), midpoints(_subdivided(times, factor))
+    old = midpoints(times)
+    new = midpoints(_subdivided(times, factor))
     left = np.clip(np.searchsorted(old, new) - 1, 0, len(old) - 2)
     weight = (new - old[left]) / (old[left + 1] - old[left])
 

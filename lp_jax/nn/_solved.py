@@ -10,14 +10,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
+from lp_jax import Comm, Problem, Serial, Solution, Solver, Stats
 from lp_jax._arrays._types import PyTree, State
-from lp_jax._comms._comm import Comm
 from lp_jax._levels._result import ranked
-from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
-from lp_jax._solution import Solution
-from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import NOT_MEASURED, Solver, Stats
+from lp_jax._solvers._solver import NOT_MEASURED
 
 
 class Solved(nnx.Module, abc.ABC):
@@ -98,9 +95,9 @@ class Solved(nnx.Module, abc.ABC):
     def time_first(self, x: jax.Array, features: int) -> jax.Array:
         """Return sequences ``(batch, time, features)`` as ``(time, batch, features)``, the times of this worker."""
         if x.ndim != 3 or x.shape[-1] != features:
-            name, wanted = type(self).__name__, f"(batch, time, {features})"
+            name = type(self).__name__
             raise ValueError(
-                f"{name} takes sequences of {features} features, {wanted}; got {x.shape}."
+                f"{name} takes sequences of {features} features, (batch, time, {features}); got {x.shape}."
             )
         return self.comm.share(self.comm.replicate(jnp.swapaxes(x, 0, 1)), self.placing_solvers())
 

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lp_jax import _parallel
+from lp_jax import Comm, Layer, Solver, _parallel
 from lp_jax._arrays import _check
-from lp_jax._arrays._types import Layer, PyTree, State
-from lp_jax._comms._comm import Comm, OneDevice
-from lp_jax._solvers._solver import Solver
+from lp_jax._arrays._types import PyTree, State
+from lp_jax._comms._comm import OneDevice
 
 MakeModule = Callable[[nnx.Rngs], nnx.Module]
 
@@ -41,7 +40,8 @@ class TrunkStep:
     updates: bool
 
     def __call__(self, y: State, layer: Layer) -> PyTree:
-        (data, stats), (shared, key) = layer.data, layer.shared
+        data, stats = layer.data
+        shared, key = layer.shared
         module = nnx.merge(self.graphdef, layer.params, stats)
         key = None if key is None else jax.random.fold_in(key, layer.index)
         y = _call(module, y, layer, data=data, shared=shared, key=key)
@@ -59,7 +59,8 @@ def _call(
 ) -> State:
     """Call the module with the keywords that it has."""
     signature = inspect.signature(module.__call__)
-    keywords, name = signature.parameters, type(module).__name__
+    keywords = signature.parameters
+    name = type(module).__name__
     try:
         signature.bind_partial(y, layer.t, layer.dt)
     except TypeError:
@@ -68,9 +69,8 @@ def _call(
             "ignore both, with t1 = the number of layers; or stack it by nnx.vmap, apply it with nnx.scan and wrap the function "
             "in lp_jax.nn.parallel."
         ) from None
-    if (
-        data is not None and "data" not in keywords and "key" in keywords
-    ):  # data are the layers' keys
+    # data are the layers' keys
+    if data is not None and "data" not in keywords and "key" in keywords:
         if key is not None:
             raise ValueError(
                 f"data and key were both given, but {name}.__call__ has no keyword `data`, so both would be its `key`. Leave "

@@ -18,7 +18,7 @@ References:
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,15 @@ from jax.typing import DTypeLike
 
 from lp_jax._arrays import _check
 
-Mask: TypeAlias = jax.Array | None
+Mask = jax.Array | None
 """Visible positions, ``(batch, length)``; None for all."""
 
+Key = jax.Array | None
+"""The random key of a call; None without dropout."""
 
-Linear: TypeAlias = Callable[[int, int], nnx.Linear]
-Norm: TypeAlias = Callable[[int], nnx.LayerNorm]
+
+Linear = Callable[[int, int], nnx.Linear]
+Norm = Callable[[int], nnx.LayerNorm]
 
 
 class Attention(nnx.Module):
@@ -54,7 +57,8 @@ class Attention(nnx.Module):
         self.norm = norm(width)
         if cross:
             self.norm_memory = norm(width)
-            self.query, self.key_value = linear(width, width), linear(width, 2 * width)
+            self.query = linear(width, width)
+            self.key_value = linear(width, 2 * width)
         else:
             self.query_key_value = linear(width, 3 * width)
         self.out = projection(width, width)
@@ -64,7 +68,7 @@ class Attention(nnx.Module):
         y: jax.Array,
         memory: jax.Array | None = None,
         *,
-        mask: jax.Array | None = None,
+        mask: Mask = None,
         causal: bool = False,
     ) -> jax.Array:
         """Return the term to add to the state; ``mask`` is of the memory if there is one, ``(batch, other length)``."""
@@ -121,15 +125,13 @@ class TransformerLayer(nnx.Module):
         self.feed_forward = FeedForward(width, hidden or 4 * width, *make)
         self.dropout = nnx.Dropout(dropout)
 
-    def encoder_rhs(
-        self, y: jax.Array, mask: Mask, key: jax.Array | None, *, causal: bool = False
-    ) -> jax.Array:
+    def encoder_rhs(self, y: jax.Array, mask: Mask, key: Key, *, causal: bool = False) -> jax.Array:
         keys = split_key(key, 2)
         attended = self.dropout(self.attention(y, mask=mask, causal=causal), rngs=keys[0])
         return attended + self.dropout(self.feed_forward(y + attended), rngs=keys[1])
 
     def decoder_rhs(
-        self, y: jax.Array, memory: jax.Array, memory_mask: Mask, mask: Mask, key: jax.Array | None
+        self, y: jax.Array, memory: jax.Array, memory_mask: Mask, mask: Mask, key: Key
     ) -> jax.Array:
         keys = split_key(key, 3)
         attended = self.dropout(self.attention(y, mask=mask, causal=True), rngs=keys[0])
@@ -138,12 +140,12 @@ class TransformerLayer(nnx.Module):
         return attended + remembered + self.dropout(self.feed_forward(u + remembered), rngs=keys[2])
 
 
-def split_key(key: jax.Array | None, count: int) -> jax.Array | tuple[None, ...]:
+def split_key(key: Key, count: int) -> jax.Array | tuple[None, ...]:
     return (None,) * count if key is None else jax.random.split(key, count)
 
 
 def _attend_in_double(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, is_causal: bool
+    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: Mask, is_causal: bool
 ) -> jax.Array:
     """Compute attention in double precision; `jax.nn.dot_product_attention` always uses single precision."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
@@ -197,7 +199,7 @@ class EncoderLayer(TransformerLayer):
         dt: jax.Array,
         *,
         shared: Mask = None,
-        key: jax.Array | None = None,
+        key: Key = None,
     ) -> jax.Array:
         return y + dt * self.encoder_rhs(y, shared, key, causal=self.causal)
 
@@ -217,7 +219,7 @@ class DecoderLayer(TransformerLayer):
         dt: jax.Array,
         *,
         shared: tuple[jax.Array, Mask, Mask],
-        key: jax.Array | None = None,
+        key: Key = None,
     ) -> jax.Array:
         memory, memory_mask, mask = shared
         return y + dt * self.decoder_rhs(y, memory, memory_mask, mask, key)
@@ -251,10 +253,11 @@ class EncoderDecoderLayer(TransformerLayer):
         dt: jax.Array,
         *,
         shared: tuple[Mask, Mask] | None = None,
-        key: jax.Array | None = None,
+        key: Key = None,
         index: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        (x, y), (x_mask, y_mask) = state, (None, None) if shared is None else shared
+        x, y = state
+        x_mask, y_mask = (None, None) if shared is None else shared
         return lax.cond(
             index < self.encoder_layers,
             lambda: (x + dt * self.encoder_rhs(x, x_mask, key), y),

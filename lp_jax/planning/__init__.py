@@ -2,12 +2,9 @@
 
 from lp_jax.planning._cost import predict as predict
 from lp_jax.planning._diagnose import diagnose as diagnose
-from lp_jax.planning._estimate import assume as assume
-from lp_jax.planning._estimate import default as default
-from lp_jax.planning._estimate import estimate as estimate
+from lp_jax.planning._estimate import assume as assume, default as default, estimate as estimate
 from lp_jax.planning._machine import Machine as Machine
 from lp_jax.planning._plan import choose as choose
 from lp_jax.planning._result import Plan as Plan
 from lp_jax.planning._schedule import training_step as training_step
-from lp_jax.planning._solvers import held as held
-from lp_jax.planning._solvers import with_effort as with_effort
+from lp_jax.planning._solvers import held as held, with_effort as with_effort

@@ -55,7 +55,8 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
         raise ValueError(
             "calibrate got a problem with a comm; it measures one device. Leave the comm out."
         )
-    guess, timed = estimate(problem), problem
+    guess = estimate(problem)
+    timed = problem
     if guess.at_once == (1,):
         enough = math.ceil(_ENOUGH / sum(guess.per_layer))
         timed = _first(problem, min(problem.layers, max(_FEW, enough)))
@@ -87,11 +88,9 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
         overhead = min(1.0, max(0.0, (ratio - share) / (1 - share)))
     iterations: list[float] = []
     if newton and deadline.allows("Newton's method"):
-        solver, last, slow = (
-            Newton(iterations=ITERATIONS, batch_axes=1),
-            1,
-            problem.layers * (forward + backward),
-        )
+        solver = Newton(iterations=ITERATIONS, batch_axes=1)
+        last = 1
+        slow = problem.layers * (forward + backward)
         for size in rows:
             if not iterations:
                 iterations.append(_measure.iteration(_first(problem, 2), solver) / 2)
@@ -128,13 +127,15 @@ def interconnect(
     solver = Picard(sweeps=17)
 
     def sweep(comm: Comm, size: int) -> float:
-        params, y0 = jnp.ones(1, jnp.float32), jnp.ones(size // 4, jnp.float32)
+        params = jnp.ones(1, jnp.float32)
+        y0 = jnp.ones(size // 4, jnp.float32)
         if comm.size > 1:
             params = comm.share(jnp.ones(comm.size, jnp.float32), (solver,))
         problem = Problem(lambda y, layer: y + layer.dt * layer.params * y, params, y0, comm=comm)
         return _measure.iteration(problem, solver, samples=5, repeats=10)  # as often on every rank
 
-    messages, hops = 1 + prefix_messages(comm.size), (comm.size - 1).bit_length()
+    messages = 1 + prefix_messages(comm.size)
+    hops = (comm.size - 1).bit_length()
     small, large = (sweep(comm, size) - sweep(OneDevice(), size) for size in sizes)
     latency = max(small, 1e-9) / (messages + hops)
     bandwidth = messages * (sizes[1] - sizes[0]) / max(large - small, 1e-9)

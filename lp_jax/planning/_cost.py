@@ -77,12 +77,18 @@ def predict(
             f"data_workers={data_workers} is more than the {machine.examples} examples."
         )
     machine = machine.divided(data_workers)
-    resolved, parameters = solver.resolve(layers), math.ceil(layers / workers) * machine.layer_bytes
-    evaluations, schedule = 0.0, Schedule()
+    resolved = solver.resolve(layers)
+    parameters = math.ceil(layers / workers) * machine.layer_bytes
+    evaluations = 0.0
+    schedule = Schedule()
     for each, adjoint in ((solver, False), (adjoint_solver, True)):
-        kept = resolved.keeps_states
         work = count(
-            each, layers, workers=workers, at_once=machine.at_once[-1], kept=kept, adjoint=adjoint
+            each,
+            layers,
+            workers=workers,
+            at_once=machine.at_once[-1],
+            kept=resolved.keeps_states,
+            adjoint=adjoint,
         )
         relaxes = each.resolve(layers).stride(layers) > 1
         for (kind, size), number in work.batches.items():

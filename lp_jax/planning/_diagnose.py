@@ -14,8 +14,7 @@ from lp_jax._arrays._types import PyTree, Slices, State
 from lp_jax._levels._result import DONE
 from lp_jax._problem import Problem
 from lp_jax._programs._traced import trace
-from lp_jax._solvers._default import _LAST as LAST
-from lp_jax._solvers._default import Pair
+from lp_jax._solvers._default import _LAST as LAST, Pair
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
@@ -38,6 +37,10 @@ _MOST = 32  # iterations, as of the default solver
 _ROUNDS = 10  # of power iteration
 
 
+Measured = tuple[State, jax.Array]
+"""A state of norm 1, and the norm that it had."""
+
+
 class Rehearsal(NamedTuple):
     """Iterations of a pair of solvers on a few examples, until their tolerance was met or they gave up, and result codes."""
 
@@ -52,6 +55,10 @@ class Rehearsal(NamedTuple):
     def converges(self) -> bool:
         """Whether both tolerances were met."""
         return self.result == self.adjoint_result == DONE
+
+
+def _names(rehearsals: Sequence[Rehearsal]) -> str:
+    return ", ".join(type(r.solver).__name__ for r in rehearsals)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,21 +109,16 @@ class Diagnosis:
         growth = f"{self.growth:.1f}" if 0.1 <= self.growth < 100 else f"{self.growth:.1e}"
         end = "before the next reset" if self.resets else "after the last layer"
         text = f"This chain {kind}: a disturbance is {growth} times as large {end}."
-        good, bad = (
-            ", ".join(type(r.solver).__name__ for r in self.rehearsals if r.converges is wanted)
-            for wanted in (True, False)
-        )
+        good = [r for r in self.rehearsals if r.converges]
+        bad = [r for r in self.rehearsals if not r.converges]
+        sweeps = [r.iterations + r.adjoint_iterations + LAST for r in good]
+        slow = [r for r, n in zip(good, sweeps, strict=True) if n * self.sweep > self.serial]
         if bad and not good:
             return f"{text} No rehearsed solver converges: take Serial()."
-        text += (f" Converges: {good}." if good else "") + (f" Does not: {bad}." if bad else "")
-        made = [
-            (r, r.iterations + r.adjoint_iterations + LAST) for r in self.rehearsals if r.converges
-        ]
-        slow = [type(r.solver).__name__ for r, sweeps in made if sweeps * self.sweep > self.serial]
-        if not slow:
-            return text
-        take = " Take Serial()." if len(slow) == len(made) else ""
-        return f"{text} Predicted not to be faster than Serial() here: {', '.join(slow)}.{take}"
+        text += f" Converges: {_names(good)}." if good else ""
+        text += f" Does not: {_names(bad)}." if bad else ""
+        text += f" Predicted not to be faster than Serial() here: {_names(slow)}." if slow else ""
+        return text + " Take Serial()." if slow and slow == good else text
 
     def __str__(self) -> str:
         lines = [
@@ -176,9 +178,11 @@ def diagnose(
     """
     require(problem)
     _check.integer("examples", examples, least=1)
-    size, problem = problem.comm.size, problem.replace(comm=None)
+    size = problem.comm.size
+    problem = problem.replace(comm=None)
     program, _ = trace(problem, (Serial(),))
-    processor, layer = program.workers.processor, program.traced.footprint
+    processor = program.workers.processor
+    layer = program.traced.footprint
     seconds = (
         processor.batch(layer, math.ceil(problem.layers / size)),
         sum(processor.serial(layer, problem.layers)),
@@ -230,7 +234,8 @@ def _numbers(problem: Problem) -> tuple[float, ...]:
     def along(arrays: dict[str, PyTree]) -> tuple[jax.Array, ...]:
         program, operands = trace(problem.replace(**arrays), (Serial(),))
         chain = program.chain(*operands[:3])
-        step, shared = chain.step(0), chain.shared
+        step = chain.step(0)
+        shared = chain.shared
 
         def transposed(y: State, x: Slices) -> Callable[[State], State]:
             pull = jax.vjp(lambda y: step(y, x, shared), y)[
@@ -243,7 +248,7 @@ def _numbers(problem: Problem) -> tuple[float, ...]:
             pull = transposed(y, x)
             push = jax.linear_transpose(pull, w)
 
-            def turn(_: jax.Array, at: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+            def turn(_: jax.Array, at: Measured) -> Measured:
                 v, size = _normal(_tree.sub(pull(at[0]), at[0]))
                 return _normal(_tree.sub(push(v)[0], v))[0], size
 
@@ -256,7 +261,7 @@ def _numbers(problem: Problem) -> tuple[float, ...]:
         start, _ = _normal(jax.tree.unflatten(structure, drawn))
         layers = entering, chain.slices
 
-        def back(w: State, at: tuple[State, Slices]) -> tuple[State, jax.Array]:
+        def back(w: State, at: tuple[State, Slices]) -> Measured:
             w, size = _normal(transposed(*at)(w))
             return _tree.where(size > _reset(size), w, start), size
 
@@ -273,7 +278,7 @@ def _reset(size: jax.Array) -> float:
     return float(jnp.finfo(size.dtype).eps)
 
 
-def _normal(v: State) -> tuple[State, jax.Array]:
+def _normal(v: State) -> Measured:
     """A state divided by its norm, and the norm."""
     size = jnp.sqrt(_tree.sum_of_squares(v))
     size = jnp.maximum(size, jnp.finfo(size.dtype).tiny)

@@ -23,7 +23,7 @@ _PASSES = 4  # over the states, in a sweep's sum of them: fits what was measured
 
 def _of_shapes(look: Callable[[Problem], Found], problem: Problem) -> Found:
     """Return what ``look`` says of a problem with traced arrays."""
-    found: list[Found] = []
+    found = []
     jax.eval_shape(lambda arrays: found.append(look(problem.replace(**arrays))), arrays(problem))
     return found[0]
 
@@ -48,7 +48,9 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
     def look(problem: Problem) -> Machine:
         program, operands = _traced.trace(problem, (Serial(),))
         known = program.workers.processor if device is None else named(device)
-        layer, layers, y = program.traced.footprint, program.workers.layers, operands.y0
+        layer = program.traced.footprint
+        layers = program.workers.layers
+        y = operands.y0
         first = _tree.entry_like(operands.slices)
         kept = jax.eval_shape(
             program.chain(*operands[:3]).linearised.evaluate, y, first, operands.shared
@@ -59,7 +61,8 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
         summed = _PASSES * _tree.nbytes(y) / known.bandwidth
         sweeps = [seconds + size * summed for size, seconds in zip(sizes, batches, strict=True)]
         forward, backward = (seconds / layers for seconds in known.serial(layer, layers))
-        examples, newton = examples_of(y), None
+        examples = examples_of(y)
+        newton = None
         if small(y):
             jacobians = known.jacobians(
                 examples, sum(x.size for x in jax.tree.leaves(y)) // examples

@@ -1,5 +1,6 @@
 """Errors of gradients of any function with solves inside. The function stays as it is."""
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -165,7 +166,8 @@ def compare(
         wanted = jax.device_get(exact(*args))
         errors = {}
         for name, pair in pairs.items():
-            gradient, reports = compiled(SolveContext(pair)), list[tuple[str, Solver, int, Stats]]()
+            gradient = compiled(SolveContext(pair))
+            reports = list[tuple[str, Solver, int, Stats]]()
             got = jax.device_get(gradient(*args))
             listening = SolveContext(
                 pair, lambda *solve, to=reports: lambda stats: to.append((*solve, stats))
@@ -196,19 +198,18 @@ def compare(
 
 def _worst(reports: Sequence[tuple[str, Solver, int, Stats]]) -> tuple[Solved, ...]:
     """Return one row for all solves of a kind; forward solves first."""
-    worst: dict[tuple[bool, str, int], Solved] = {}
+    kinds = collections.defaultdict(list)
     for direction, solver, layers, stats in reports:
         norms = np.asarray(stats.residual_norms, float)
         norms = norms[norms >= 0] if np.isfinite(norms).all() else norms
         residual = float(norms[-1] / norms[0]) if len(norms) > 1 and norms[0] else math.nan
         name = f"{type(solver).__name__} {iteration_name(solver)}"
-        row = Solved(direction, name, layers, 1, int(stats.iterations), residual, int(stats.result))
-        kind = direction == "adjoint", name, layers
-        last = worst.get(kind, row._replace(solves=0))
-        worst[kind] = row._replace(
-            solves=last.solves + 1,
-            iterations=max(last.iterations, row.iterations),
-            residual=float(np.maximum(last.residual, row.residual)),
-            result=max(last.result, row.result, key=ranked),
-        )
-    return tuple(row for _, row in sorted(worst.items()))
+        kind = direction == "adjoint", direction, name, layers
+        kinds[kind].append((int(stats.iterations), residual, int(stats.result)))
+    rows = []
+    for (_, direction, name, layers), solves in sorted(kinds.items()):
+        iterations, residuals, results = zip(*solves, strict=True)
+        residual = float(np.max(residuals))
+        result = max(results, key=ranked)
+        rows.append(Solved(direction, name, layers, len(solves), max(iterations), residual, result))
+    return tuple(rows)

@@ -79,10 +79,8 @@ class Machine:
             "layer_bytes",
             "kept_bytes",
         ):
-            value, most = (
-                getattr(self, name),
-                1.0 if name in ("relaxation", "overhead") else math.inf,
-            )
+            value = getattr(self, name)
+            most = 1.0 if name in ("relaxation", "overhead") else math.inf
             if not _within(value, most) or (name == "bandwidth" and value == 0):
                 raise ValueError(f"{name} must be a number from 0 to {most:g}; got {value!r}.")
 
@@ -94,7 +92,8 @@ class Machine:
 
     def seconds(self, kind: str, layers: int) -> float:
         """Return the seconds of a batch of layers: interpolated linearly, and above the largest size in batches of this size."""
-        times, sizes = getattr(self, "forward" if kind == "linearise" else kind), self.at_once
+        times = getattr(self, "forward" if kind == "linearise" else kind)
+        sizes = self.at_once
         if times is None:
             raise NotImplementedError(
                 f"{self.name or 'the machine'} has no times of Newton's method: calibrate(newton=True)."

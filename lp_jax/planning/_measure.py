@@ -29,7 +29,7 @@ _LONGEST = 2.0  # seconds of all samples
 class Deadline:
     """The time after which no measurement starts, and the names of those left out. One that has begun is finished."""
 
-    def __init__(self, seconds: float = math.inf) -> None:
+    def __init__(self, seconds: float = math.inf):
         self._end = time.perf_counter() + seconds
         self.left_out: list[str] = []
 
@@ -146,9 +146,8 @@ def sweep(problem: Problem, at_once: int) -> list[float]:
     spent = np.array(seconds(calls))
     forward = (spent[1] - spent[0]) / max(1, counts[1, 0] - counts[0, 0])
     adjoint = (spent[2] - spent[0]) / max(1, counts[2, 1] - counts[0, 1])
-    gradient = (
-        spent[0] - counts[0] @ (forward, adjoint) - forward
-    )  # a last evaluation is kept for the adjoint
+    # a last evaluation is kept for the adjoint
+    gradient = spent[0] - counts[0] @ (forward, adjoint) - forward
     return [max(float(s), _LEAST) for s in (forward, adjoint, gradient)]
 
 

@@ -84,10 +84,12 @@ def plan(
             )
         workers = there.size
         messages = interconnect(there) if workers > 1 else {}
-    end, half = Deadline(seconds), Deadline(seconds / 2)
+    end = Deadline(seconds)
+    half = Deadline(seconds / 2)
     if machine is None:
         machine = measure(problem, small(problem.y0), half)
-    machine, probe = dataclasses.replace(machine, **messages), _probe(problem, cotangent)
+    machine = dataclasses.replace(machine, **messages)
+    probe = _probe(problem, cotangent)
     best = choose(
         problem.layers,
         machine,
@@ -134,7 +136,9 @@ def choose(
         )
 
     serial = choice(SERIAL)
-    choices, deadline, unprobed = [serial], Deadline(seconds), 0
+    choices = [serial]
+    deadline = Deadline(seconds)
+    unprobed = 0
 
     def look(pairs: list[Pair], *, anyway: bool = False) -> None:
         """Probe solvers of one program, loosest tolerance first. If compiled in time, it runs until one is exact enough."""
@@ -157,9 +161,8 @@ def choose(
     for pair in map(as_pair, solvers):
         look([pair], anyway=True)
     look(_sweeps(Picard), anyway=True)  # slow here, they may be fast on more devices
-    if (
-        machine.newton is not None
-    ):  # relaxations keep a solver that is good for a new network good for the trained one
+    # relaxations keep a solver that is good for a new network good for the trained one
+    if machine.newton is not None:
         methods = (
             Newton(iterations=10, relaxations=16, rtol=rtol, batch_axes=1)
             for rtol in _TOLERANCES[1:4]

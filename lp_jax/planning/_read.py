@@ -21,12 +21,11 @@ from lp_jax._solvers._sweeps import Picard
 from lp_jax.planning._estimate import assume
 from lp_jax.planning._work import Event, Schedule, batches
 
-_STATE, _HIDDEN, _MESSAGE, _REDUCTION = (
-    3,
-    5,
-    7,
-    11,
-)  # terms of the sums in products of each kind; in a gradient it is 1
+# terms of the sums in products of each kind; in a gradient it is 1
+_STATE = 3
+_HIDDEN = 5
+_MESSAGE = 7
+_REDUCTION = 11
 
 
 @functools.lru_cache(maxsize=1024)
@@ -68,7 +67,7 @@ def read(
         program = live(jax.make_jaxpr(backward)(*shapes, jax.eval_shape(forward, *shapes)[1]).jaxpr)
     else:
         program = live(jax.make_jaxpr(forward)(*shapes).jaxpr)
-    events: list[Event] = []
+    events = []
     for kind, terms in (
         ("linearise" if adjoint else "forward", _STATE),
         ("adjoint", _HIDDEN),
@@ -85,7 +84,7 @@ def read(
     messages = int(depth_of(program, _MESSAGE))
     reductions = int(cost_of(program, _REDUCTION).flops / (2 * _REDUCTION))
     each = [event._replace(times=1) for event in events for _ in range(event.times)]
-    spread: list[Event] = []
+    spread = []
     for number, batch in enumerate(each, 1):  # messages between the batches, as even as can be
         due = number * messages // len(each) - (number - 1) * messages // len(each)
         spread += [batch, *[Event(batch.phase, "message", due, 0)] * (due > 0)]
@@ -120,10 +119,9 @@ class _Counted(Workers):
         return jax.tree.map(lambda x: jnp.concatenate([x] * self.active), _mark(tree, _REDUCTION))
 
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
-        def turn(_: jax.Array, u: State) -> State:
-            return self.shift(jax.tree.map(lambda x: x[0 if reverse else -1], run(u)[0]), 1)
-
-        return run(_tree.fori_loop(1, self.active, turn, y0))
+        last = functools.partial(jax.tree.map, lambda x: x[0 if reverse else -1])
+        turns = _tree.fori_loop(1, self.active, lambda _, u: self.shift(last(run(u)[0]), 1), y0)
+        return run(turns)
 
 
 def _mark(tree: PyTree, terms: int) -> PyTree:

@@ -155,13 +155,15 @@ class Plan:
         def best(workers: int, data_workers: int) -> float | None:
             if workers > self.layers or data_workers > self.machine.examples:
                 return None
-            known, factor = list(pairs), -(-self.layers // workers)
-            if (
-                2 <= factor < self.layers
-            ):  # one interval per worker, and as many cycles: exact, whatever the network
-                count = -(-self.layers // factor)
+            known = list(pairs)
+            factor = -(-self.layers // workers)
+            # one interval per worker, and as many cycles: exact, whatever the network
+            if 2 <= factor < self.layers:
                 solver = MGRIT(
-                    coarsening=factor, iterations=count, coarse_step=Identity(), storage="all"
+                    coarsening=factor,
+                    iterations=-(-self.layers // factor),
+                    coarse_step=Identity(),
+                    storage="all",
                 )
                 known.append((solver, solver))
             return min(predicted(pair, workers, data_workers) for pair in known)
@@ -191,9 +193,7 @@ class Plan:
             c for c in self.choices if c.probed is not None
         ]  # the fastest of these are shown, or of all
         shown = (*(probed or self.choices)[:_MOST], self.best, self.serial)
-        rows: list[tuple[str, ...]] = [
-            ("ms", "speedup", "gradient error", "MB", "iterations", "solver")
-        ]
+        rows = [("ms", "speedup", "gradient error", "MB", "iterations", "solver")]
         for c in sorted({id(c): c for c in shown}.values(), key=lambda c: c.cost.seconds):
             error = (
                 "?"

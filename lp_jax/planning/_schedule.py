@@ -85,9 +85,11 @@ def path(solver: MGRIT, steps: int, iterations: int) -> list[Stop]:
     labels = relaxations(solver, len(solver.grid(steps)))
     for iteration in range(1, iterations + 1):
         first = solver.start == "cascade" and iteration == 1
-        kind, name = solver.cycle, f"{solver.cycle}-cycle"
+        kind = solver.cycle
+        name = f"{solver.cycle}-cycle"
         if callable(kind):  # drawn as if it went down and up once
-            kind, name = "V", getattr(solver.cycle, "__name__", "a cycle of its own")
+            kind = "V"
+            name = getattr(solver.cycle, "__name__", "a cycle of its own")
         begin, *rest = cycle_stops(labels, kind, cascade=first)
         title = "coarse to fine" if first else name
         _extend(stops, [begin._replace(iteration=iteration, title=title), *rest])
@@ -256,7 +258,8 @@ def _(solver: MGRIT, chain: _Chain) -> None:
         stops = cycle_stops(labels, solver.cycle, cascade=cascade)
         _record_stops(solver, dataclasses.replace(chain, events=once), grid, stops)
         chain.events.extend(times * once)
-    intervals, factor = busiest(grid, 0, chain.workers), grid[0][1]
+    intervals = busiest(grid, 0, chain.workers)
+    factor = grid[0][1]
     chain.evaluate_again(factor - 1, intervals)
     last = chain.during("final sweep")
     last.evaluate(factor, intervals, gradient=True)
@@ -267,12 +270,16 @@ def _record_stops(
     solver: MGRIT, chain: _Chain, grid: Sequence[tuple[int, int]], stops: Sequence[Stop]
 ) -> None:
     """Add a cycle along its path through the levels, up to where its last F-points would be interpolated."""
-    step, span, levels = cast(CoarseStep, solver.coarse_step), 1, [chain]
+    step = cast(CoarseStep, solver.coarse_step)
+    span = 1
+    levels = [chain]
     for (_, factor), (steps, _) in itertools.pairwise(grid):
         span *= factor
         levels.append(dataclasses.replace(chain, layers=steps, step=step, span=span))
     for stop, following in zip(stops, [*stops[1:], None], strict=True):
-        at, level, factor = stop.level, levels[stop.level], grid[stop.level][1]
+        at = stop.level
+        level = levels[stop.level]
+        factor = grid[stop.level][1]
         intervals = busiest(grid, at, chain.workers)
         if stop.label == "solve":
             solve = level.during("coarse solve")

@@ -14,9 +14,8 @@ from lp_jax._solvers._solver import WITHOUT_TOLERANCE, Solver
 from lp_jax._solvers._sweeps import Secant, Sweeps
 from lp_jax.planning._machine import Machine
 
-_OF_A_SWEEP = (
-    3  # arrays of all states: points, what was stepped, cotangents; increments add up on the way
-)
+# arrays of all states: points, what was stepped, cotangents; increments add up on the way
+_OF_A_SWEEP = 3
 _OF_A_CYCLE = 8  # arrays of C-points per level, forward and adjoint
 _F_POINTS = 2  # arrays of all states, where intervals are recomputed as one batch
 _OF_NEWTON = 6  # arrays of all states: those of a sweep, entries, increments, their sum
@@ -53,9 +52,12 @@ def _kept(solver: Solver, machine: Machine, mine: int, layers: int) -> int:
 
 @held.register
 def _(solver: MGRIT, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
-    grid, mine, state = solver.grid(layers)[:-1], math.ceil(layers / workers), machine.state_bytes
+    grid = solver.grid(layers)[:-1]
+    mine = math.ceil(layers / workers)
+    state = machine.state_bytes
     intervals = [busiest(grid, level, workers) for level in range(len(grid))]
-    working, recomputed = _OF_A_CYCLE * sum(intervals) * state, 0
+    working = _OF_A_CYCLE * sum(intervals) * state
+    recomputed = 0
     if not solver.keeps_states:
         at_once = min(most_at_once(solver, machine.at_once[-1]), intervals[0])
         some = at_once < max(2, intervals[0])  # as in `_adjoint.solve_adjoint`
@@ -75,7 +77,8 @@ def _(solver: Secant, machine: Machine, layers: int, workers: int) -> tuple[int,
 
 @held.register
 def _(solver: Newton, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
-    mine, example = math.ceil(layers / workers), machine.state_bytes / machine.examples
+    mine = math.ceil(layers / workers)
+    example = machine.state_bytes / machine.examples
     jacobian = example * example / _BYTES if solver.jacobian in ("full", "shared") else 0
     jacobians = (
         _OF_A_SCAN * mine * (1 if solver.jacobian == "shared" else machine.examples) * jacobian
@@ -97,10 +100,8 @@ def _(solver: Serial, machine: Machine, layers: int, workers: int) -> tuple[int,
 def busiest(grid: Sequence[tuple[int, int]], level: int, workers: int) -> int:
     """Return the number of intervals of a level on the busiest worker, which holds whole intervals of all levels."""
     steps, factor = grid[level]
-    intervals, together = (
-        math.ceil(steps / factor),
-        math.prod(factor for _, factor in grid[level + 1 :]),
-    )
+    intervals = math.ceil(steps / factor)
+    together = math.prod(factor for _, factor in grid[level + 1 :])
     return min(intervals, math.ceil(math.ceil(intervals / together) / workers) * together)
 
 

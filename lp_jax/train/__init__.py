@@ -13,33 +13,25 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from lp_jax.train._checkpoint import CheckpointError as CheckpointError
-from lp_jax.train._checkpoint import Checkpoints as Checkpoints
+from lp_jax.train._checkpoint import CheckpointError as CheckpointError, Checkpoints as Checkpoints
 from lp_jax.train._controller import Controller as Controller
 from lp_jax.train._divergence import DivergenceError as DivergenceError
-from lp_jax.train._lbfgs import Backtracking as Backtracking
-from lp_jax.train._lbfgs import scale_by_lbfgs as scale_by_lbfgs
-from lp_jax.train._log import Bar as Bar
-from lp_jax.train._log import Log as Log
-from lp_jax.train._log import Meter as Meter
-from lp_jax.train._loop import Every as Every
-from lp_jax.train._loop import Interrupted as Interrupted
-from lp_jax.train._loop import fit as fit
-from lp_jax.train._nested import Depth as Depth
-from lp_jax.train._nested import deepen as deepen
-from lp_jax.train._nested import nested as nested
+from lp_jax.train._lbfgs import Backtracking as Backtracking, scale_by_lbfgs as scale_by_lbfgs
+from lp_jax.train._log import Bar as Bar, Log as Log, Meter as Meter
+from lp_jax.train._loop import Every as Every, Interrupted as Interrupted, fit as fit
+from lp_jax.train._nested import Depth as Depth, deepen as deepen, nested as nested
 from lp_jax.train._one_shot import one_shot as one_shot
 from lp_jax.train._penalty import depth_penalty as depth_penalty
 from lp_jax.train._ranks import Ranks as Ranks
-from lp_jax.train._step import init_state as init_state
-from lp_jax.train._step import make_train_step as make_train_step
-from lp_jax.train._supervised import classification as classification
-from lp_jax.train._supervised import cross_entropy as cross_entropy
-from lp_jax.train._supervised import evaluate as evaluate
-from lp_jax.train._supervised import mean_squared_error as mean_squared_error
-from lp_jax.train._supervised import plan as plan
-from lp_jax.train._supervised import predict as predict
-from lp_jax.train._supervised import regression as regression
-from lp_jax.train._supervised import residuals as residuals
-from lp_jax.train._types import Info as Info
-from lp_jax.train._types import TrainState as TrainState
+from lp_jax.train._step import init_state as init_state, make_train_step as make_train_step
+from lp_jax.train._supervised import (
+    classification as classification,
+    cross_entropy as cross_entropy,
+    evaluate as evaluate,
+    mean_squared_error as mean_squared_error,
+    plan as plan,
+    predict as predict,
+    regression as regression,
+    residuals as residuals,
+)
+from lp_jax.train._types import Info as Info, TrainState as TrainState

@@ -12,15 +12,14 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from orbax.checkpoint import multihost
-from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint import multihost, v1 as ocp
 
-from lp_jax._arrays._types import PyTree
+from lp_jax._arrays._types import PyTree, StrPath
 from lp_jax.nn._export import described, first_difference
 from lp_jax.train._ranks import Ranks
 from lp_jax.train._step import replicate_rest
@@ -71,7 +70,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: StrPath,
         *,
         config: Mapping[str, object],
         keep: int = 2,
@@ -79,7 +78,9 @@ class Checkpoints:
         ranks: Ranks | None = None,
     ):
         self.folder = Path(folder).resolve()
-        self.config, self.skip_damaged, self._ranks = dict(config), skip_damaged, ranks
+        self.config = dict(config)
+        self.skip_damaged = skip_damaged
+        self._ranks = ranks
 
         def begin() -> int | None:
             newest = ocp.training.preservation_policies.LatestN(keep)
@@ -151,10 +152,8 @@ class Checkpoints:
         Raises:
             CheckpointError: if there is no checkpoint, it is damaged, or it is of another model.
         """
-        wanted, read = (
-            replicate_rest(template) if self._ranks is None else self._ranks.whole(template),
-            list[TrainState](),
-        )
+        wanted = replicate_rest(template) if self._ranks is None else self._ranks.whole(template)
+        read = list[TrainState]()
         try:
             self._once(lambda: read.append(self._newest(wanted)))
         except CheckpointError:  # the newest may have been set aside
@@ -192,9 +191,8 @@ class Checkpoints:
                 ):
                     raise cause from None  # says nothing of the files
                 reason = _reason(cause)
-                del (
-                    cause
-                )  # it holds reads that did not end, which report that when they are collected
+                # it holds reads that did not end, which report that when they are collected
+                del cause
             gc.collect()
         if not earlier:
             raise CheckpointError(
@@ -209,10 +207,11 @@ class Checkpoints:
         return self._newest(template)
 
     def _restored(self, step: int, template: TrainState) -> TrainState:
-        stored: dict[str, Any] = dict(self._checkpointer.metadata(step).custom_metadata or {})
+        stored = dict(self._checkpointer.metadata(step).custom_metadata or {})
         if stored.pop("checksum", None) != _crc(stored):
             raise ValueError("its description has changed")
-        fields, path = _fields(template), self.folder / str(step)
+        fields = _fields(template)
+        path = self.folder / str(step)
         difference = first_difference(stored["config"], self.config)
         if difference := difference or first_difference(stored["arrays"], described(template)):
             raise CheckpointError(f"the checkpoint {path} is of another model: {difference}.")

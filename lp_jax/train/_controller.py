@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lp_jax import Serial, Solver
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree
 from lp_jax._levels._result import DONE
-from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import Solver
 from lp_jax.planning._gradient_error import inner_products, relative_error
 from lp_jax.train._ranks import Ranks, total
 from lp_jax.train._types import Batch, LossFn
@@ -113,9 +112,8 @@ class Controller:
         """Return the solvers of the steps that follow."""
         if control.serial:
             return Serial(), Serial()
-        rtol, adjoint_rtol = (
-            control.rtols.tolist()
-        )  # not as arrays: a step takes those of its state
+        # not as arrays: a step takes those of its state
+        rtol, adjoint_rtol = control.rtols.tolist()
         replace: Any = dataclasses.replace
         return replace(solver, rtol=rtol), replace(adjoint_solver, rtol=adjoint_rtol)
 
@@ -126,7 +124,8 @@ class Controller:
 
         Errors and ``noise`` are relative to the norm of the exact gradient.
         """
-        rtols, gradients = [self._within(x) for x in control.rtols.tolist()], 0
+        rtols = [self._within(x) for x in control.rtols.tolist()]
+        gradients = 0
         for _ in range(_ATTEMPTS):
             gradients += _GRADIENTS
             pair = self.solvers(self._decision(rtols), solver, adjoint_solver)
@@ -137,7 +136,8 @@ class Controller:
             allowed = self.bound * (row["noise"] if self.of == "noise" else 1.0)
             done = row.pop("result") == DONE
             within = done and row["error"] <= allowed
-            last, rtols = rtols, []
+            last = rtols
+            rtols = []
             for rtol, error in zip(last, (row["forward_error"], row["adjoint_error"]), strict=True):
                 # scaled so that its error comes to an equal part of the allowed one, in bounded steps
                 wanted = 4.0 if error == 0 else allowed / (2 * math.sqrt(2)) / error

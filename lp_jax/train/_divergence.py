@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, RESULTS, SERIAL
+from lp_jax import RESULTS
+from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, SERIAL
 from lp_jax.train._types import Batch, Metrics
 
 ADVICE = (
@@ -31,10 +32,9 @@ def convergence_warning(
         and measured[-1] > measured[0] > 0
         and max(measured) > _ROUNDING * scale
     ):
-        listed, factor = ", ".join(f"{norm:.2g}" for norm in measured), measured[-1] / measured[0]
-        return (
-            f"the {solve} residual grows over the cycles ({listed}; factor {factor:.3g}): {ADVICE}."
-        )
+        listed = ", ".join(f"{norm:.2g}" for norm in measured)
+        grown = f"{listed}; factor {measured[-1] / measured[0]:.3g}"
+        return f"the {solve} residual grows over the cycles ({grown}): {ADVICE}."
     if result not in (DONE, SERIAL, NON_FINITE):
         return f"the {solve} solve: {RESULTS[result]}."
     return None
@@ -42,7 +42,8 @@ def convergence_warning(
 
 def divergence_message(step: int, metrics: Metrics, batch: Batch) -> str:
     """Return why training stops at a step that is not finite, and what to do. The batch is checked first."""
-    loss, outside = float(metrics.loss), int(metrics.info.outside)
+    loss = float(metrics.loss)
+    outside = int(metrics.info.outside)
     if outside:
         return (
             f"stopped at step {step}: {outside} labels of its batch are none of the classes, so that the loss is {loss}. Labels "

@@ -2,16 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
+from lp_jax import Solver
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree
-from lp_jax._solvers._solver import Solver
 from lp_jax.train._ranks import Ranks, total
 
 
@@ -108,7 +108,7 @@ def _coefficients(products: jax.Array, updates: jax.Array) -> jax.Array:
     return _tree.scan(oldest_first, scale * c, (pairs, along), reverse=True)[0]
 
 
-Trial: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, PyTree]
+Trial = tuple[jax.Array, jax.Array, jax.Array, PyTree]
 """Number of trials, the last one's length, whether it was good enough, and its trajectory."""
 
 

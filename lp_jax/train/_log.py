@@ -2,16 +2,17 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-Row: TypeAlias = dict[str, Any]
+from lp_jax._arrays._types import StrPath
+
+Row = dict[str, Any]
 
 
 class Log:
@@ -31,7 +32,7 @@ class Log:
         [{'kind': 'train', 'step': 1, 'loss': 0.7}]
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None):
+    def __init__(self, path: StrPath | None = None):
         self.path = None if path is None else Path(path)
         self.rows: list[Row] = (
             list(read_rows(self.path)) if self.path is not None and self.path.exists() else []
@@ -39,7 +40,7 @@ class Log:
 
     def write(self, *, kind: str, step: int, **values: object) -> None:
         """Append a row."""
-        row: Row = {"kind": kind, "step": step}
+        row = {"kind": kind, "step": step}
         for name, value in values.items():
             value = value.item() if hasattr(value, "item") else value
             row[name] = None if isinstance(value, float) and not math.isfinite(value) else value
@@ -65,7 +66,7 @@ class Log:
         return [row for row in self.rows if row["kind"] == kind]
 
 
-def read_rows(path: str | os.PathLike[str]) -> Iterable[Row]:
+def read_rows(path: StrPath) -> Iterable[Row]:
     """Yield the rows of a file of JSON lines, as `Log` does."""
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
@@ -82,14 +83,8 @@ def read_rows(path: str | os.PathLike[str]) -> Iterable[Row]:
         yield row
 
 
-def flat(prefix: str, values: Mapping[str, object] | Iterable[object]) -> Row:
-    """Return several values as columns of a row: ``{prefix}_{name}``, or ``{prefix}_1``, ``{prefix}_2``, ..."""
-    items = values.items() if isinstance(values, Mapping) else enumerate(values, 1)
-    return {f"{prefix}_{name}": value for name, value in items}
-
-
 def unflat(prefix: str, row: Mapping[str, Any]) -> list[float]:
-    """Return the values of the numbered columns that `flat` or `measured` wrote; NaN for missing ones and for None."""
+    """Return the values of the numbered columns that `measured` wrote; NaN for missing ones and for None."""
     numbered = {
         int(name[len(prefix) + 1 :]): row[name]
         for name in row
@@ -101,7 +96,7 @@ def unflat(prefix: str, row: Mapping[str, Any]) -> list[float]:
 
 def measured(prefix: str, norms: Iterable[float]) -> Row:
     """Return the measured residual norms as columns; ``{prefix}_1`` is that of the first iteration."""
-    return {name: value for name, value in flat(prefix, norms).items() if not value < 0}
+    return {f"{prefix}_{number}": norm for number, norm in enumerate(norms, 1) if not norm < 0}
 
 
 def _line(row: Row) -> str:
@@ -167,7 +162,8 @@ class Bar(Meter):
 
     def show(self, row: Row) -> None:
         """Move the bar to the row's step and show its main numbers."""
-        kind, names = row["kind"], {"train": "loss", "test": "test loss"}
+        kind = row["kind"]
+        names = {"train": "loss", "test": "test loss"}
         if kind == "test" and row.get("accuracy") is not None:
             self._latest["test accuracy"] = f"{row['accuracy']:.1%}"
         elif kind in names and row["loss"] is not None:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import jax
 
+from lp_jax import Solver
 from lp_jax._arrays import _check
 from lp_jax._programs import _inputs
 from lp_jax._solvers._default import SWEEPS
-from lp_jax._solvers._solver import Solver
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._controller import Controller
 from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message
@@ -37,16 +37,15 @@ class Interrupted(RuntimeError):
 @contextlib.contextmanager
 def _first_signal() -> Iterator[Callable[[], int | None]]:
     """Hold back the first SIGINT or SIGTERM; yield a function that returns it. A second one acts as usual."""
-    received: list[int] = []
+    received = []
     with contextlib.ExitStack() as handlers:  # previous ones, restored on exit
 
         def receive(number: int, frame: FrameType | None) -> None:
             received.append(number)
             handlers.close()
 
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # elsewhere Python allows no handlers
+        # elsewhere Python allows no handlers
+        if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 handlers.callback(signal.signal, number, signal.signal(number, receive))
         yield lambda: received[0] if received else None
@@ -101,7 +100,7 @@ def fit(
         measures: measurements at some of the steps.
         log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, accuracy (of
             classes), forward_residual_1, ..., time (seconds since the start), step_time (seconds per step, the mean since the
-            host last waited), and what `Metrics` has: loss, gradient_norm, trials, gradients, result, adjoint_result.
+            host last waited), and what `Metrics` has: loss, gradient_norm, trials, result, adjoint_result.
         log_every: number of steps after which metrics are fetched.
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
         checkpoint_every: number of steps between two checkpoints; None is ``steps_per_epoch``.
@@ -140,8 +139,8 @@ def fit(
         stopped at step 21: 4 of the 4 numbers in batch are not finite
     """
     _inputs.solvers(optional=True, solver=solver, adjoint_solver=adjoint_solver)
-    for name, value in (("steps_per_epoch", steps_per_epoch), ("log_every", log_every)):
-        _check.integer(name, value, least=1)
+    _check.integer("steps_per_epoch", steps_per_epoch, least=1)
+    _check.integer("log_every", log_every, least=1)
     _check.integer("epochs", epochs, least=0)
     if not callable(batches):
         raise TypeError(
@@ -150,7 +149,8 @@ def fit(
         )
     log = Log() if log is None else log
     done = step = int(state.step)
-    last, save_every = steps_per_epoch * epochs, checkpoint_every or steps_per_epoch
+    last = steps_per_epoch * epochs
+    save_every = checkpoint_every or steps_per_epoch
     log.rewind(done or math.inf)  # at step 0 it only drops an incomplete last line
 
     def batch_of(step: int) -> Batch:
@@ -160,7 +160,7 @@ def fit(
         )  # None: it gave the batch only once
 
     record = _Recorder(log, meter, steps_per_epoch, checkpoints, batch_of, log.rows if done else [])
-    solvers: tuple[Solver | None, Solver | None] = (solver, adjoint_solver)
+    solvers = (solver, adjoint_solver)
     forward, adjoint = SWEEPS if solver is None else (solver, solver.for_adjoint())
     pair = forward, adjoint_solver or adjoint
     if controller is not None:
@@ -197,10 +197,8 @@ def fit(
                         record.write(m.kind, step, **m.measure(state, batch))
                         row = log.rows[-1]
                         for solve in ("forward", "adjoint"):
-                            norms, scale = (
-                                unflat(f"{solve}_residual", row),
-                                row.get(f"{solve}_scale") or 0.0,
-                            )
+                            norms = unflat(f"{solve}_residual", row)
+                            scale = row.get(f"{solve}_scale") or 0.0
                             record.warn(solve, step, convergence_warning(solve, norms, scale))
                     if checkpoints is not None and saves:
                         checkpoints.save(state)
@@ -253,7 +251,8 @@ class _Recorder:
         step_time = (time.perf_counter() - self.clock) / len(fetched)
         for number, (epoch, metrics) in enumerate(fetched, step - len(fetched) + 1):
             self.seconds += step_time
-            info, norms = metrics.info, metrics.info.stats.residual_norms.tolist()
+            info = metrics.info
+            norms = metrics.info.stats.residual_norms.tolist()
             columns = {
                 "epoch": epoch,
                 "loss": metrics.loss,
@@ -261,7 +260,6 @@ class _Recorder:
                 "gradient_norm": metrics.gradient_norm,
                 **measured("forward_residual", norms),
                 "trials": metrics.trials,
-                "gradients": metrics.gradients,
                 "result": info.result,
                 "adjoint_result": metrics.adjoint_result,
                 "time": self.seconds,
@@ -273,7 +271,8 @@ class _Recorder:
                 **{name: value for name, value in columns.items() if value is not None},
             )
             if not metrics.finite:
-                said, saved = "No checkpoint was saved before.", self.checkpoints
+                said = "No checkpoint was saved before."
+                saved = self.checkpoints
                 if saved is not None and saved.latest is not None:
                     said = f"The last checkpoint is that of step {saved.latest}, in {saved.folder}."
                 raise DivergenceError(

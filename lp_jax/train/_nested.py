@@ -5,7 +5,6 @@ import functools
 import inspect
 import itertools
 import operator
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +14,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from lp_jax import nn, planning
-from lp_jax._arrays._types import PyTree
-from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import Solver
+from lp_jax import Serial, Solver, nn, planning
+from lp_jax._arrays._types import PyTree, StrPath
 from lp_jax.nn._refine import staying
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._log import Log
@@ -48,7 +45,7 @@ def nested(
     how: str = "constant",
     loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = classification,
     measures: Callable[[nn.Classifier], Sequence[Every]] | None = None,
-    folder: str | os.PathLike[str] | None = None,
+    folder: StrPath | None = None,
     config: Mapping[str, object] | None = None,
     skip_damaged: bool = False,
     log: Log | None = None,
@@ -144,7 +141,8 @@ def nested(
         return max(begun, default=0)  # a complete checkpoint is named by its number
 
     reached = newest() if ranks is None else ranks.once(newest)
-    state, last = init_state(loss(model)[1], optimizer), 0
+    state = init_state(loss(model)[1], optimizer)
+    last = 0
     for i, (depth, factor, path) in enumerate(zip(depths, factors, folders, strict=True)):
         last += depth.epochs
         if i > 0:
@@ -167,8 +165,13 @@ def nested(
             if depth.layers not in [row["layers"] for row in log.of("depth")]:
                 adjoint = depth.adjoint_solver or depth.solver.for_adjoint()
                 counted = planning.training_step(depth.solver, adjoint, depth.layers)
-                cost = {"work": counted.work(), "depth": counted.depth()}
-                log.write(kind="depth", step=int(state.step), layers=depth.layers, **cost)
+                log.write(
+                    kind="depth",
+                    step=int(state.step),
+                    layers=depth.layers,
+                    work=counted.work(),
+                    depth=counted.depth(),
+                )
             state, _ = fit(
                 make_train_step(loss(model)[0], optimizer, ranks=ranks),
                 state,
@@ -227,7 +230,7 @@ def deepen(
 
 
 def _slots(opt_state: PyTree, params: PyTree) -> list[tuple[jax.Array, PyTree]]:
-    found: list[tuple[jax.Array, PyTree]] = []
+    found = []
     map_slots(lambda *pair: found.append(pair), opt_state, params)
     return found
 
@@ -235,9 +238,8 @@ def _slots(opt_state: PyTree, params: PyTree) -> list[tuple[jax.Array, PyTree]]:
 def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[int]:
     """Return for each slot the power of the gradient that it grows with: 1 for a mean of gradients, 2 for one of squares."""
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
-    small = (
-        1e-3 / max(1.0, sum(x.size for x in jax.tree.leaves(params))) ** 0.5
-    )  # a norm that no optimizer clips
+    # a norm that no optimizer clips
+    small = 1e-3 / max(1.0, sum(x.size for x in jax.tree.leaves(params))) ** 0.5
 
     @jax.jit
     def update(gradient: PyTree, zeros: PyTree) -> PyTree:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lp_jax import Solver
 from lp_jax._arrays._types import PyTree
-from lp_jax._solvers._solver import Solver
 from lp_jax.train._step import init_state, make_train_step, replicate_rest
 from lp_jax.train._types import Batch, LossFn, Restart, StepFn, TrainState
 

@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from lp_jax import Layer, Problem
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._types import Layer, State
-from lp_jax._problem import Problem
+from lp_jax._arrays._types import State
 from lp_jax._programs import _inputs
 
 

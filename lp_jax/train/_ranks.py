@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lp_jax import MPIComm, Solver
 from lp_jax._arrays._types import PyTree
-from lp_jax._comms._mpi import MPIComm
 from lp_jax._levels._result import ranked
 from lp_jax._programs._asked import asked, count_results
-from lp_jax._solvers._solver import Solver
 from lp_jax.nn._solved import combined_stats
-from lp_jax.train._types import Batch, Info, LossFn
+from lp_jax.train._types import Batch, Loss, LossFn
 
 T = TypeVar("T")
 
@@ -86,7 +85,8 @@ class Ranks:
 
     def local_batch(self, batch: Batch) -> Batch:
         """Return this rank's examples of a batch, leaves ``(batch, ...)``; ValueError if it cannot be split evenly."""
-        copies, number = self.data.size, self.data.rank
+        copies = self.data.size
+        number = self.data.rank
 
         def leaf(x: jax.Array) -> jax.Array:
             size, rest = divmod(len(x), copies)
@@ -106,9 +106,7 @@ class Ranks:
         if self.data.size == 1:
             return loss_fn
 
-        def mean_loss(
-            params: PyTree, batch: Batch, *solvers: Solver | None
-        ) -> tuple[jax.Array, Info]:
+        def mean_loss(params: PyTree, batch: Batch, *solvers: Solver | None) -> Loss:
             watched = asked.value.counter and asked.value.counter.counts
             params, watched = _transposed_mean((params, watched), self.data)
             own_loss = (
@@ -116,13 +114,10 @@ class Ranks:
             )
             loss, info = own_loss(params, batch, *solvers)
             info = jax.lax.stop_gradient(info)
-            counts = (
-                info.correct,
-                info.total,
-                jnp.asarray(info.outside),
-                jnp.asarray(info.scale) ** 2,
+            square = jnp.asarray(info.scale) ** 2
+            correct, total, outside, square = self.data.sum(
+                (info.correct, info.total, jnp.asarray(info.outside), square)
             )
-            correct, total, outside, square = self.data.sum(counts)
             whole = info._replace(
                 correct=correct,
                 total=total,

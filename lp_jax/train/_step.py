@@ -10,13 +10,12 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lp_jax import Solver, value_and_grad
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree
-from lp_jax._programs._asked import value_and_grad
-from lp_jax._solvers._solver import Solver
 from lp_jax.train._lbfgs import Backtracking
 from lp_jax.train._ranks import Ranks, total
-from lp_jax.train._types import Batch, Info, LossFn, Metrics, Restart, StepFn, TrainState
+from lp_jax.train._types import Batch, Info, Loss, LossFn, Metrics, Restart, StepFn, TrainState
 
 
 def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
@@ -26,14 +25,11 @@ def init_state(params: PyTree, optimizer: optax.GradientTransformation) -> Train
     """
 
     def place(slot: jax.Array, param: jax.Array) -> jax.Array:
-        alike = (
-            slot.shape[: param.ndim] == param.shape
-        )  # one of several vectors has them along further axes
-        return (
-            jax.device_put(slot, param.sharding)
-            if alike and param.sharding.num_devices > 1
-            else slot
-        )
+        # one of several vectors has them along further axes
+        alike = slot.shape[: param.ndim] == param.shape
+        if alike and param.sharding.num_devices > 1:
+            return jax.device_put(slot, param.sharding)
+        return slot
 
     params = jax.tree.map(jnp.copy, params)
     opt_state = jax.tree.map(
@@ -121,7 +117,7 @@ def make_train_step(
         def restart(*guesses: PyTree) -> tuple[Restart, ...]:
             return () if state.restart is None else (Restart(*guesses),)
 
-        def loss_of(params: PyTree, adjoint_guess: PyTree) -> tuple[jax.Array, Info]:
+        def loss_of(params: PyTree, adjoint_guess: PyTree) -> Loss:
             return call_loss(
                 loss_fn, params, batch, solver, adjoint_solver, *restart(guess, adjoint_guess)
             )
@@ -141,7 +137,9 @@ def make_train_step(
             grad=gradient,
             value_fn=lambda params: loss_of(params, adjoint_guess)[0],
         )
-        trials, stuck, trajectory = None, None, None if state.restart is None else info.trajectory
+        trials = None
+        stuck = None
+        trajectory = None if state.restart is None else info.trajectory
         if line_search is None:
             params = optax.apply_updates(state.params, updates)
         else:
@@ -153,21 +151,32 @@ def make_train_step(
                 return value, info.trajectory if guesses else None
 
             slope = total(ranks, jax.tree.map(lambda g, u: jnp.sum(g * u), gradient, updates))
-            at = state.params, loss, slope
             params, trajectory, trials, stuck = line_search.along(
-                updates, *at, evaluate, trajectory
+                updates, state.params, loss, slope, evaluate, trajectory
             )
-        ended = None if state.restart is None else Restart(trajectory, adjoint_trajectory)
-        after = state._replace(params=params, opt_state=opt_state, restart=ended)
-        after, metrics = finish_step(after, loss, gradient, info, ranks)
-        return after, metrics._replace(
-            trials=trials, stuck=stuck, adjoint_result=results[0].adjoint if watch else None
+        if info.replace is not None:
+            old, new = (flatten_dict(x, keep_empty_nodes=True) for x in (params, info.replace))
+            params = unflatten_dict(old | new)
+        squares = jax.tree.map(
+            lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params)
         )
+        gradient_norm, norm = jnp.sqrt(total(ranks, squares))
+        metrics = Metrics(
+            loss,
+            gradient_norm,
+            jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(norm),
+            info._replace(replace=None, trajectory=None),
+            trials,
+            stuck,
+            results[0].adjoint if watch else None,
+        )
+        ended = None if state.restart is None else Restart(trajectory, adjoint_trajectory)
+        return TrainState(state.step + 1, params, opt_state, ended, state.control), metrics
 
     return step_fn
 
 
-def call_loss(loss_fn: LossFn, *args: PyTree) -> tuple[jax.Array, Info]:
+def call_loss(loss_fn: LossFn, *args: PyTree) -> Loss:
     """Call a loss; refuse one with other arguments or results."""
     signature = inspect.signature(loss_fn)
     try:
@@ -189,20 +198,3 @@ def call_loss(loss_fn: LossFn, *args: PyTree) -> tuple[jax.Array, Info]:
             "solution.stats, solution.result)."
         )
     return out
-
-
-def finish_step(
-    state: TrainState, loss: jax.Array, gradient: PyTree, info: Info, ranks: Ranks | None = None
-) -> tuple[TrainState, Metrics]:
-    """Count the step and return its metrics. ``state`` has the new parameters; ``loss`` and ``gradient`` are at the old ones."""
-    params = state.params
-    if info.replace is not None:
-        flat, new = (flatten_dict(tree, keep_empty_nodes=True) for tree in (params, info.replace))
-        params = unflatten_dict(flat | new)
-    squares = jax.tree.map(
-        lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params)
-    )
-    gradient_norm, norm = jnp.sqrt(total(ranks, squares))
-    finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(norm)
-    metrics = Metrics(loss, gradient_norm, finite, info._replace(replace=None, trajectory=None))
-    return state._replace(step=state.step + 1, params=params), metrics

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +10,17 @@ import numpy as np
 import optax
 from flax import nnx
 
+from lp_jax import Problem, Serial, Solver, Stats
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree, State
-from lp_jax._problem import Problem
-from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import Solver, Stats
 from lp_jax.nn import Classifier, LayerParallel
 from lp_jax.planning import Plan, _plan
-from lp_jax.train._types import Batch, Info, LossFn, Restart
+from lp_jax.train._types import Batch, Info, Loss, LossFn, Restart
 
-Measure: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+Measure = Callable[[jax.Array, jax.Array], jax.Array]
 """A loss as a function of outputs and targets, ``(outputs, y)``; returns a scalar."""
 
-Score: TypeAlias = Callable[[jax.Array, jax.Array], tuple[jax.Array, Mapping[str, Any]]]
+Score = Callable[[jax.Array, jax.Array], tuple[jax.Array, Mapping[str, Any]]]
 """Loss of outputs and targets, and the counts of its `Info`."""
 
 
@@ -123,7 +121,9 @@ def classification(
     """
 
     def score(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, Mapping[str, Any]]:
-        shape, wanted, dtype = jnp.shape(labels), logits.shape[:-1], jnp.result_type(labels)
+        shape = jnp.shape(labels)
+        wanted = logits.shape[:-1]
+        dtype = jnp.result_type(labels)
         said = (
             f"labels must be integers of shape {wanted}, class numbers from 0 to {logits.shape[-1] - 1}; got {dtype} of shape "
             f"{shape}"
@@ -157,11 +157,11 @@ def regression(
     ``(x, y)`` or ``(x, y, key)``; a y of another shape than the outputs, ``(examples, values)``, raises ValueError. Scale y: a
     new network returns numbers around 1. ``Info.correct`` and `Evaluation.accuracy` are None, as no answer is right or wrong.
     """
-
-    def score(outputs: jax.Array, y: jax.Array) -> tuple[jax.Array, Mapping[str, Any]]:
-        return mean_squared_error(outputs, y), {"total": jnp.int32(y.size), "outside": jnp.int32(0)}
-
-    return _supervised(model, score, penalty)
+    return _supervised(
+        model,
+        lambda outputs, y: (mean_squared_error(outputs, y), {"total": jnp.int32(y.size)}),
+        penalty,
+    )
 
 
 def _supervised(
@@ -180,16 +180,16 @@ def _supervised(
         solver: Solver,
         adjoint_solver: Solver | None,
         restart: Restart | None = None,
-    ) -> tuple[jax.Array, Info]:
+    ) -> Loss:
         x, y, keys = split_batch(batch)
         merged = nnx.merge(graphdef, params)
         options = keys if restart is None else keys | restart._asdict()
-        extra: jax.Array | float = 0.0
-        if penalty is not None and isinstance(merged.trunk, LayerParallel):
-            extra = penalty(merged.trunk.problem(merged.opening(x), **merged.context_of(x), **keys))
         outputs, solution = merged.solve(x, **options, solver=solver, adjoint_solver=adjoint_solver)
         loss, counts = score(outputs, y)
-        return loss + extra, Info(
+        if penalty is not None and isinstance(merged.trunk, LayerParallel):
+            problem = merged.trunk.problem(merged.opening(x), **merged.context_of(x), **keys)
+            loss += penalty(problem)
+        return loss, Info(
             stats=solution.stats,
             result=solution.result,
             scale=jnp.sqrt(_tree.sum_of_squares(solution.y1)),

@@ -1,14 +1,14 @@
 """The records of training: its state, what a loss returns, the metrics of a step."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 
+from lp_jax import Stats
 from lp_jax._arrays._types import PyTree
-from lp_jax._solvers._solver import Stats
 
-Batch: TypeAlias = PyTree
+Batch = PyTree
 
 
 class Restart(NamedTuple):
@@ -67,7 +67,6 @@ class Metrics(NamedTuple):
         info: auxiliary output of the loss function.
         trials, stuck: number of step lengths that the line search tried, and whether none was good enough, so that the
             parameters did not change; None without a line search.
-        gradients: cost of the step in gradients of the network, trials included; None for one gradient and the trials.
         adjoint_result: worst result code of the adjoint solves, one of `lp_jax.RESULTS`; None if it was not watched.
     """
 
@@ -77,12 +76,14 @@ class Metrics(NamedTuple):
     info: Info
     trials: jax.Array | None = None
     stuck: jax.Array | None = None
-    gradients: jax.Array | None = None
     adjoint_result: jax.Array | None = None
 
 
-LossFn: TypeAlias = Callable[..., tuple[jax.Array, Info]]
+Loss = tuple[jax.Array, Info]
+"""A mean over the batch, and what else a loss returns."""
+
+LossFn = Callable[..., Loss]
 """``loss_fn(params, batch, solver, adjoint_solver)``; for `one_shot`, with a `Restart` as a fifth argument."""
 
-StepFn: TypeAlias = Callable[..., tuple[TrainState, Metrics]]
+StepFn = Callable[..., tuple[TrainState, Metrics]]
 """``step_fn(state, batch, solver, adjoint_solver)``; without solvers, the loss uses its own."""

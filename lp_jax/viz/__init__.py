@@ -12,15 +12,18 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from lp_jax.viz._answers import confusion as confusion
-from lp_jax.viz._answers import predictions as predictions
-from lp_jax.viz._hierarchy import Described as Described
-from lp_jax.viz._hierarchy import describe as describe
-from lp_jax.viz._hierarchy import hierarchy as hierarchy
+from lp_jax.viz._answers import confusion as confusion, predictions as predictions
+from lp_jax.viz._hierarchy import (
+    Described as Described,
+    describe as describe,
+    hierarchy as hierarchy,
+)
 from lp_jax.viz._plan import plan as plan
 from lp_jax.viz._schedule import schedule as schedule
-from lp_jax.viz._training import costs as costs
-from lp_jax.viz._training import curves as curves
-from lp_jax.viz._training import gradient_errors as gradient_errors
-from lp_jax.viz._training import race as race
-from lp_jax.viz._training import residuals as residuals
+from lp_jax.viz._training import (
+    costs as costs,
+    curves as curves,
+    gradient_errors as gradient_errors,
+    race as race,
+    residuals as residuals,
+)

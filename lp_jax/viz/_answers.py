@@ -1,7 +1,6 @@
 """Pictures of a trained model's answers: confusion matrices of classes, answers against true values."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -35,7 +34,8 @@ def confusion(matrix: np.ndarray, names: Sequence[str] = ()) -> Figure:
     if names and len(names) != len(matrix):
         raise ValueError(f"names must be {len(matrix)}, one for each class; got {len(names)}.")
     shares = 100 * matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
-    classes, right = len(matrix), int(np.trace(matrix))
+    classes = len(matrix)
+    right = int(np.trace(matrix))
     size = min(14.0, 5.5 + 0.35 * classes)
     fig = figure(f"Accuracy {right / matrix.sum():.1%}", width=size + 1.5, height=size)
     ax = fig.subplots()
@@ -55,12 +55,15 @@ def confusion(matrix: np.ndarray, names: Sequence[str] = ()) -> Figure:
         ax.set_yticks(range(classes), labels)
         for i, j in zip(*np.nonzero(shares >= 0.5), strict=True):
             colour = "white" if shares[i, j] > 55 else INK
-            place: dict[str, Any] = {
-                "ha": "center",
-                "va": "center",
-                "fontsize": min(NOTE, 200 / classes),
-            }
-            ax.text(j, i, f"{shares[i, j]:.0f}", color=colour, **place)
+            ax.text(
+                j,
+                i,
+                f"{shares[i, j]:.0f}",
+                color=colour,
+                ha="center",
+                va="center",
+                fontsize=min(NOTE, 200 / classes),
+            )
     bar = fig.colorbar(image, ax=ax, shrink=0.8)
     bar.set_label("percent of the true class", fontsize=LABEL, color=INK)
     bar.ax.tick_params(labelsize=TICK)
@@ -79,15 +82,18 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
         >>> viz.predictions(truth, truth + 0.1).get_suptitle()
         'Typical error 0.1; values spread by 2.9'
     """
-    truth, answers = np.asarray(truth, float), np.asarray(answers, float)
+    truth = np.asarray(truth, float)
+    answers = np.asarray(answers, float)
     if truth.shape != answers.shape or truth.ndim not in (1, 2) or truth.size == 0:
         raise ValueError(
             f"truth and answers must have one shape, (samples,) or (samples, values); got {truth.shape} and {answers.shape}."
         )
     truth, answers = truth.reshape(len(truth), -1), answers.reshape(len(truth), -1)
-    errors, spreads = np.sqrt(np.mean((answers - truth) ** 2, axis=0)), np.std(truth, axis=0)
+    errors = np.sqrt(np.mean((answers - truth) ** 2, axis=0))
+    spreads = np.std(truth, axis=0)
     count = min(len(errors), _MOST_PANELS)
-    single, worse = count == 1, int(np.sum((errors >= spreads) & (errors > 0)))
+    single = count == 1
+    worse = int(np.sum((errors >= spreads) & (errors > 0)))
     title = (
         f"Typical error {errors[0]:.2g}; values spread by {spreads[0]:.2g}" if single else "Answers"
     )
@@ -100,7 +106,8 @@ def predictions(truth: np.ndarray, answers: np.ndarray) -> Figure:
         title += "" if single else f", for {worse} of {len(errors)} values"
     fig = figure(title, width=6.5 if single else 4.8 * count, height=6.5 if single else 5.2)
     for number, ax in enumerate(fig.subplots(1, count, squeeze=False)[0]):
-        t, a = truth[:, number], answers[:, number]
+        t = truth[:, number]
+        a = answers[:, number]
         line = [float(np.nanmin([t, a])), float(np.nanmax([t, a]))]
         ax.plot(line, line, **DASHED)
         ax.plot(

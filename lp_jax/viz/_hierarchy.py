@@ -12,13 +12,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lp_jax._solvers._coarse_step import CoarseStep, Identity, Rediscretize
+from lp_jax import (
+    MGRIT,
+    CoarseStep,
+    Identity,
+    Newton,
+    Picard,
+    Rediscretize,
+    Serial,
+    Solver,
+    Windowed,
+)
 from lp_jax._solvers._elementwise import Elementwise
-from lp_jax._solvers._mgrit import MGRIT
-from lp_jax._solvers._newton import Newton
-from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import Solver
-from lp_jax._solvers._sweeps import Picard, Sweeps, Windowed
+from lp_jax._solvers._sweeps import Sweeps
 from lp_jax.planning._schedule import Stop, count, path
 from lp_jax.planning._words import differences, iteration_name, iterations, numbered, summary
 from lp_jax.viz._schedule import COLOURS
@@ -78,7 +84,8 @@ def hierarchy(
 
 def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
     """Draw the points of each level, in a row: all of them, or those of the first intervals."""
-    layers, last = levels[0][0], len(levels) - 1
+    layers = levels[0][0]
+    last = len(levels) - 1
     spans = list(
         itertools.accumulate((factor for _, factor in levels[:-1]), operator.mul, initial=1)
     )
@@ -95,7 +102,8 @@ def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
         ax.axhline(-level, color="#BBBBBB", linewidth=1.2, zorder=1)
         numbers = np.arange(steps + 1)
         x = np.minimum(numbers * span, layers)
-        coarse, shown = (numbers % factor == 0) | (numbers == steps), x <= end
+        coarse = (numbers % factor == 0) | (numbers == steps)
+        shown = x <= end
         parts = {coarse_point: shown & coarse, fine_point: shown & ~coarse}
         for kind, part in ({coarsest: shown} if factor == 1 else parts).items():
             ax.scatter(x[part], np.full(part.sum(), -level), zorder=3, **kinds[kind])
@@ -154,8 +162,14 @@ def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> 
                 else text
             )
             text = "final sweep" if i == len(stops) - 1 else text
-        place = {"textcoords": "offset points", **_label_place(stops, i)}
-        ax.annotate(text, (i, -stop.level), fontsize=LABEL, color=INK, **place)
+        ax.annotate(
+            text,
+            (i, -stop.level),
+            fontsize=LABEL,
+            color=INK,
+            textcoords="offset points",
+            **_label_place(stops, i),
+        )
     starts = [i for i, stop in enumerate(stops) if stop.iteration is not None]
     for i, end in zip(starts, [*starts[1:], len(stops) - 1], strict=True):
         bracket(ax, i, end, 0.65, f"{stops[i].iteration}: {stops[i].title}")
@@ -329,10 +343,10 @@ def _(solver: Serial | Elementwise, layers: int) -> Described:
 
 def variants(solver: Any) -> dict[str, Solver]:
     """Return the solvers, by name, that a picture of the gradient's error compares: of one with a coarse step, others."""
-    own: CoarseStep | None = getattr(solver, "coarse_step", None)
+    own = getattr(solver, "coarse_step", None)
     if own is None:
         return {type(solver).__name__: solver}
-    others: dict[str, CoarseStep] = {
+    others = {
         "injection": Rediscretize(params="inject"),
         "mean of parameters": Rediscretize(params="mean"),
         "1 Picard sweep": Picard(sweeps=1),

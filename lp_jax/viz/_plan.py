@@ -38,11 +38,10 @@ def plan(found: Plan) -> Figure:
         "pipeline": "pipeline",
     }
     for i, (field, name) in enumerate(lines.items()):
-        spent = [(row.devices, getattr(row, field)) for row in found.scaling()]
         points = [
-            (devices, found.serial_seconds / seconds)
-            for devices, seconds in spent
-            if seconds is not None
+            (row.devices, found.serial_seconds / seconds)
+            for row in found.scaling()
+            if (seconds := getattr(row, field)) is not None
         ]
         if points:
             ax.plot(*zip(*points, strict=True), label=name, **line_style(i))
@@ -84,8 +83,15 @@ def _draw_errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]
         if points:
             ax.plot(*zip(*points, strict=True), marker, color=colour, markersize=8, label=name)
     if result.best.error:
-        best = 1e3 * result.best.cost.seconds, result.best.error
-        ax.plot(*best, "o", color=BLUE, markersize=15, mfc="none", label="best")
+        ax.plot(
+            1e3 * result.best.cost.seconds,
+            result.best.error,
+            "o",
+            color=BLUE,
+            markersize=15,
+            mfc="none",
+            label="best",
+        )
     ax.axvline(1e3 * result.serial.cost.seconds, color=RED, linewidth=1.8, label="serial")
     ax.axhline(
         result.error,

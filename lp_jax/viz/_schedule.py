@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import Solver
+from lp_jax import Serial, Solver
+from lp_jax._arrays import _check
 from lp_jax.planning._schedule import count
 from lp_jax.planning._words import numbered, summary
 from lp_jax.planning._work import Event
@@ -87,9 +87,8 @@ def schedule(
         >>> viz.schedule(solver, 64, workers=8).get_suptitle()
         'A training step in 40 layer evaluations on 8 workers, 192 serially'
     """
-    for name, number in (("num_layers", num_layers), ("workers", workers)):
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1; got {number}.")
+    _check.integer("num_layers", num_layers, least=1)
+    _check.integer("workers", workers, least=1)
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
     there, back = timelines((solver, adjoint_solver), num_layers, workers)
     serially = sum(line.end for line in timelines((Serial(), Serial()), num_layers, 1))
@@ -108,7 +107,8 @@ def schedule(
     at, side = (0.99, "right") if shown > end / 2 else (1.02, "left")
     ax.text(at * shown, workers, text, ha=side, va="center", fontsize=NOTE, color=INK)
     ax.set(xlim=(0, end), ylim=(workers + 0.6, -1.6))
-    names, owned = {}, parts(solver.resolve(num_layers), num_layers, workers)
+    names = {}
+    owned = parts(solver.resolve(num_layers), num_layers, workers)
     for worker in range(0, workers, math.ceil(workers / _MOST_LABELS)):  # some, if there are many
         own = owned[worker]
         some = (
@@ -161,9 +161,10 @@ def _timeline(solver: Solver, layers: int, workers: int, *, kept: bool, adjoint:
     """
     workers = sum(map(bool, parts(solver.resolve(layers), layers, workers)))  # those with layers
     events = count(solver, layers, workers=workers, at_once=1, kept=kept, adjoint=adjoint).events
-    blocks: list[Block] = []
-    messages: list[Message] = []
-    now, way = 0.0, -1 if adjoint else 1
+    blocks = []
+    messages = []
+    now = 0.0
+    way = -1 if adjoint else 1
     order = range(workers)[::way]
 
     def key(event: Event) -> tuple[bool, bool, str]:
@@ -193,7 +194,8 @@ def _lengths(events: Iterable[Event]) -> list[tuple[str, float]]:
     lengths: list[tuple[str, float]] = []
     last = ""  # kind
     for event in events:
-        phase, length = "gradient" if event.kind == "gradient" else event.phase, float(event.times)
+        phase = "gradient" if event.kind == "gradient" else event.phase
+        length = float(event.times)
         if lengths and last != event.kind and lengths[-1][0] == phase:
             length += lengths.pop()[1]
         lengths.append((phase, length))
@@ -202,7 +204,7 @@ def _lengths(events: Iterable[Event]) -> list[tuple[str, float]]:
 
 
 def _draw(ax: Axes, line: Timeline, start: float) -> None:
-    lanes: dict[tuple[int, str], list[tuple[float, float]]] = collections.defaultdict(list)
+    lanes = collections.defaultdict(list)
     for block in line.blocks:
         lanes[block.worker, block.phase].append((start + block.start, block.end - block.start))
     for (worker, phase), spans in lanes.items():

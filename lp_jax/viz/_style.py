@@ -13,19 +13,22 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 # Okabe and Ito, "Color universal design", 2008
-BLUE, ORANGE, GREEN, PURPLE, SKY, RED = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-)
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+PURPLE = "#CC79A7"
+SKY = "#56B4E9"
+RED = "#D55E00"
 COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P")
-INK, GREY, FAINT = "#222222", "#666666", "#DDDDDD"
+INK = "#222222"
+GREY = "#666666"
+FAINT = "#DDDDDD"
 
-TITLE, LABEL, TICK, NOTE = 17, 14, 12, 12
+TITLE = 17
+LABEL = 14
+TICK = 12
+NOTE = 12
 
 
 class Picture(Figure):
@@ -123,8 +126,13 @@ _PLACES: dict[str, dict[str, Any]] = {
 
 def legend(ax: Axes, place: str, **options: Any) -> None:
     """Add a legend without a box around it: in a corner, or "above", "below" or "outside" on the right."""
-    look = {"fontsize": TICK, "framealpha": 0.9, "edgecolor": "none"}
-    ax.legend(**look, **_PLACES.get(place, {"loc": place}), **options)
+    ax.legend(
+        fontsize=TICK,
+        framealpha=0.9,
+        edgecolor="none",
+        **_PLACES.get(place, {"loc": place}),
+        **options,
+    )
 
 
 def bracket(ax: Axes, start: float, end: float, y: float, text: str) -> None:
@@ -135,13 +143,16 @@ def bracket(ax: Axes, start: float, end: float, y: float, text: str) -> None:
         (end, y),
         arrowprops={"arrowstyle": "|-|", "color": GREY, "mutation_scale": 4},
     )
-    place: dict[str, Any] = {
-        "xytext": (0, 2),
-        "textcoords": "offset points",
-        "ha": "center",
-        "va": "bottom",
-    }
-    ax.annotate(text, ((start + end) / 2, y), **place, fontsize=NOTE, color=INK)
+    ax.annotate(
+        text,
+        ((start + end) / 2, y),
+        xytext=(0, 2),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=NOTE,
+        color=INK,
+    )
 
 
 def note(fig: Figure, *paragraphs: str) -> None:

@@ -26,9 +26,11 @@ from lp_jax.viz._style import (
 )
 
 Rows = Sequence[Mapping[str, object]]
+Runs = Mapping[str, Rows]
+"""Rows of runs, by their names."""
 
 
-def curves(runs: Mapping[str, Rows]) -> Figure:
+def curves(runs: Runs) -> Figure:
     """Draw training loss and test accuracy against steps, a line for each run: rows of its `lp_jax.train.Log`, by its name.
 
     Without accuracies, as in a regression, the test loss is drawn instead.
@@ -77,7 +79,7 @@ def curves(runs: Mapping[str, Rows]) -> Figure:
     return fig
 
 
-def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
+def race(runs: Runs, *, target: float | None = None) -> Figure:
     """Draw test accuracy against seconds of training, and the time at which each run reached a target.
 
     Seconds are the sum of ``step_time`` up to an evaluation. The title compares the fastest run with the first one.
@@ -131,7 +133,7 @@ def race(runs: Mapping[str, Rows], *, target: float | None = None) -> Figure:
     return fig
 
 
-def costs(runs: Mapping[str, Rows]) -> Figure:
+def costs(runs: Runs) -> Figure:
     """Draw training loss against its cost: work and depth.
 
     Args:
@@ -245,7 +247,8 @@ def gradient_errors(
     # the best and the worst after two iterations; later, rounding may hide the difference
     count = min([len(values) for values in errors.values()] + [2] * (len(errors) > 1))
     at = {name: values[count - 1] for name, values in errors.items()}
-    worst, best = max(at, key=at.__getitem__), min(at, key=at.__getitem__)
+    worst = max(at, key=at.__getitem__)
+    best = min(at, key=at.__getitem__)
     after = f"After {numbered(count, iteration)}, the gradient error is {number(at[worst])} with {worst}"
     fig = figure(after if worst == best else f"{after},\n{number(at[best])} with {best}")
     ax = fig.subplots()
@@ -279,7 +282,7 @@ def _columns(rows: Rows, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
     )  # None is NaN
 
 
-def _require(runs: Mapping[str, Rows], *kinds: str) -> None:
+def _require(runs: Runs, *kinds: str) -> None:
     """Refuse a picture without runs, or with one that has no row of a kind."""
     if not runs:
         raise ValueError("runs is empty; give the rows of at least one run.")
@@ -289,7 +292,7 @@ def _require(runs: Mapping[str, Rows], *kinds: str) -> None:
 
 
 def _losses(
-    runs: Mapping[str, Rows],
+    runs: Runs,
 ) -> tuple[int, dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Return the steps of training of each run, their losses, and the means over the last ``window`` steps; window first.
 
@@ -310,7 +313,8 @@ def _losses(
 def _accuracy_axis(ax: Axes, lines: Sequence[np.ndarray], *shown: float) -> None:
     """Set the y-axis to where the better half of the evaluations lies, and ``shown``; the first ones would flatten it."""
     values = [value for line in lines for value in line if math.isfinite(value)]
-    low, high = min([float(np.median(values)), *shown]), max([*values, *shown])
+    low = min([float(np.median(values)), *shown])
+    high = max([*values, *shown])
     space = max(high - low, 0.01) / 2
     ax.set_ylim(max(0.0, low - space), min(1.0, high + space))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -320,7 +324,8 @@ def _residuals_title(
     chosen: Rows, histories: Mapping[str, Sequence[np.ndarray]], iteration: str
 ) -> str:
     """Title with the reduction of each solve's residual norm. Norms at the level of rounding do not count as growth."""
-    factors, grown = [], []
+    factors = []
+    grown = []
     for solve, norms_at in histories.items():
         for row, norms in zip(chosen, norms_at, strict=True):
             known = norms[norms > 0].tolist()  # neither unmeasured nor exactly solved
@@ -333,7 +338,8 @@ def _residuals_title(
         return f"Residual norm in each {iteration}"
     if grown:
         return f"The residual norm grows in {len(grown)} of {len(factors)} solves, by up to {number(max(grown))}"
-    lowest, highest = number(min(factors)), number(max(factors))
+    lowest = number(min(factors))
+    highest = number(max(factors))
     if max(factors) < _SETTLED:
         return "The residual norms are as small as rounding lets them be"
     if min(factors) < _SETTLED:

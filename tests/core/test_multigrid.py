@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from problems import dense_params, dense_state, dense_step, relative_error
 
 import lp_jax
-from lp_jax import multigrid as mg
-from lp_jax import planning, viz
+from lp_jax import multigrid as mg, planning, viz
 
 RNG = np.random.default_rng(0)
 N = 32

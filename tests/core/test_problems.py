@@ -153,7 +153,7 @@ def test_buffers_are_serial_layers_around_the_others(tmp_path):
     settings = {"layers": 2, "width": 4, "heads": 1, "buffers": 3, "batch_size": 4}
     model, training = model_and_training(PROBLEMS["text"], settings)
     task, sweeps = PROBLEMS["text"].load(training, book(tmp_path)), lp_jax.Picard()
-    network = nnx.eval_shape(lambda: model.build(task, 2, 2.0, nnx.Rngs(0), solver=sweeps))
+    network = nnx.eval_shape(lambda: model.build(task, 2, nnx.Rngs(0), t1=2.0, solver=sweeps))
     found = [(part.num_layers, part.solver) for part in network.trunk.parts]
     assert found == [(3, lp_jax.Serial()), (2, sweeps), (3, lp_jax.Serial())]
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from networks import mesh
-from problems import dense_params, dense_state, dense_step
-from problems import relative_error as distance
+from problems import dense_params, dense_state, dense_step, relative_error as distance
 from products import layer
 
 import lp_jax

@@ -293,14 +293,13 @@ def outputs():
 @jax.numpy_dtype_promotion("standard")  # optax's Adam
 @jax.numpy_rank_promotion("allow")
 def depths(_=None):
-    """Nested iteration and MG/Opt have the losses and parameters of one device; an interrupted run goes on with them."""
+    """Nested iteration has the losses and parameters of one device; an interrupted run goes on with them."""
     import optax
     from flax import nnx
     from networks import dense_classifier
 
     from lp_jax import nn, train
     from lp_jax.nn._refine import staying
-    from lp_jax.train import contrib
 
     placing, solver = lp_jax.MGRIT(coarsening=2), lp_jax.Serial()
     batch = jnp.asarray(np.random.default_rng(0).normal(size=(9, 3))), jnp.arange(9) % 2
@@ -316,16 +315,6 @@ def depths(_=None):
         )
         return state, [row["loss"] for row in log.of("train")]
 
-    def mgopt(comm, **options):
-        step_fn, state = contrib.mgopt(
-            network(8, comm), optax.sgd(1e-2), post=0, coarsest=1, **options
-        )
-        losses = []
-        for _ in range(3):
-            state, metrics = step_fn(state, batch, solver, None)
-            losses.append(float(metrics.loss))
-        return state, losses
-
     def interrupted(epoch):
         if epoch == 2:  # before the first step of the deeper network
             raise InterruptedError
@@ -335,14 +324,12 @@ def depths(_=None):
     on_ranks = {"ranks": ranks, "folder": COMM.comm.bcast(tempfile.mkdtemp())}
     with pytest.raises(InterruptedError):
         nested(COMM, interrupted, **on_ranks)
-    found = nested(COMM, lambda epoch: [batch], **on_ranks), mgopt(COMM, ranks=ranks)
-    ways = {"nested": lambda: nested(None, lambda epoch: [batch]), "mgopt": lambda: mgopt(None)}
-    wanted = on_one_device(lambda name: ways[name](), tuple(ways))
-    for (state, losses), (alone, losses_alone) in zip(found, map(wanted.get, ways), strict=True):
-        whole = ranks.gather(state)
-        if whole is not None:
-            np.testing.assert_allclose(losses, losses_alone, rtol=1e-11)
-            close(whole, alone, 1e-9)
+    state, losses = nested(COMM, lambda epoch: [batch], **on_ranks)
+    alone, losses_alone = on_one_device(lambda _: nested(None, lambda epoch: [batch]))[""]
+    whole = ranks.gather(state)
+    if whole is not None:
+        np.testing.assert_allclose(losses, losses_alone, rtol=1e-11)
+        close(whole, alone, 1e-9)
     with pytest.raises(
         ValueError, match=r"cannot move between ranks, which hold \[4, 2\] of 6 .* \[6, 6\] of 12"
     ):

@@ -21,7 +21,6 @@ import lp_jax.data.contrib
 import lp_jax.nn
 import lp_jax.planning
 import lp_jax.train
-import lp_jax.train.contrib
 import lp_jax.viz
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,7 +172,7 @@ def test_every_page_is_in_the_site_and_its_links_lead_to_pages(monkeypatch):
 
 
 MAIN = (lp_jax, lp_jax.multigrid, lp_jax.nn, lp_jax.train, lp_jax.data, lp_jax.planning, lp_jax.viz)
-CONTRIB = (lp_jax.train.contrib, lp_jax.data.contrib)
+CONTRIB = (lp_jax.data.contrib,)
 
 
 def public(module):

@@ -15,6 +15,9 @@ from conftest import QUICK, jax_defaults
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 SOURCES = sorted(FOLDER.glob("[0-9]*.py"))
+EXAMPLES = sorted(
+    FOLDER.glob("examples/*.py")
+)  # scripts to copy; the tests of what they show run them
 COMPUTE = {"05_recurrent_network"}  # more than they compile
 EXECUTED = "06_layers_over_devices"  # makes devices, so it needs a process of its own
 
@@ -26,28 +29,33 @@ def test_the_notebooks_are_numbered_without_gaps():
     assert len(SOURCES) >= 8
 
 
+PACKAGES = {"flax", "jax", "lp_jax", "matplotlib", "numpy", "optax"}
+
+
+def roots(text):
+    """The packages that a program imports."""
+    nodes = list(ast.walk(ast.parse(text)))
+    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    named |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.split(".")[0] for name in named}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_uses_public_names_only(path):
+    """It can be copied to any place where the library is installed."""
+    text = path.read_text(encoding="utf-8")
+    assert roots(text) - sys.stdlib_module_names <= PACKAGES
+    assert not re.search(r"lp_jax\.(\w+\.)*_|from lp_jax[.\w]* import .*\b_", text)
+    assert f"python {path.relative_to(FOLDER.parent)}" in ast.get_docstring(ast.parse(text))
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_a_notebook_needs_nothing_of_the_repository(path):
     """Its first cell installs the library where it is not installed yet."""
     text = path.read_text(encoding="utf-8")
     first = next(cell for cell in text.split("\n# %%")[1:] if not cell.startswith(" [markdown]"))
     assert 'find_spec("lp_jax") is None' in first and "lp_jax[train]" in first
-    nodes = list(ast.walk(ast.parse(text)))
-    roots = {
-        alias.name.split(".")[0]
-        for node in nodes
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    roots |= {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
-    assert roots - sys.stdlib_module_names <= {
-        "flax",
-        "jax",
-        "lp_jax",
-        "matplotlib",
-        "numpy",
-        "optax",
-    }
+    assert roots(text) - sys.stdlib_module_names <= PACKAGES
     assert not re.search(r"\bopen\(|Path\(", text)
 
 

@@ -24,7 +24,7 @@ LAYERS = {
     "planning": {*FLOORS},
     "lp_jax": {*FLOORS, "planning"},
     "data": {"_arrays"},
-    "nn": {*FLOORS},
+    "nn": {*FLOORS, "lp_jax"},
     "train": {*FLOORS, "planning", "lp_jax", "nn"},
     "viz": {*FLOORS, "planning", "lp_jax", "train"},
     "cli": {*FLOORS, "planning", "lp_jax", "data", "nn", "train", "viz"},

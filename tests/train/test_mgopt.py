@@ -1,6 +1,9 @@
-"""MG/Opt: the cycle against one written in plain loops, its fixed points, its cost, and training with it."""
+"""MG/Opt, a script of notebooks/examples: the cycle against one in plain loops, its fixed points, its cost, and a run of it."""
 
 import functools
+import importlib.util
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +14,13 @@ from flax import nnx
 from networks import F64, assert_close, dense_classifier, mesh, normal
 
 import lp_jax
+from conftest import jax_defaults
 from lp_jax import nn, train
-from lp_jax.train import contrib
+
+SCRIPT = Path(__file__).resolve().parents[2] / "notebooks" / "examples" / "mgopt.py"
+spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+mgopt = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(mgopt)
 
 network = functools.partial(dense_classifier, 8)
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -114,77 +122,75 @@ CASES = {
 }
 
 
+def losses_of(models, solver):
+    """Losses and parameters of networks from fine to coarse, as the script has them."""
+    pairs = [train.classification(model) for model in models]
+    losses = [lambda p, batch, f=f: f(p, batch, solver, solver)[0] for f, _ in pairs]
+    return losses, [params for _, params in pairs]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_cycle_is_that_of_plain_loops(name):
     """Three cycles, with what each leaves behind for the next one; on devices by solves that take part of the layers each."""
     case = {"optimizer": optax.sgd(0.3, momentum=0.5)} | CASES[name]
     optimizer, levels = case.pop("optimizer"), case.pop("levels", 2)
     solver, where = (lp_jax.Picard(sweeps=8), mesh(2)) if name == "two devices" else (SERIAL, None)
-    step_fn, state = contrib.mgopt(
-        network(comm=where, solver=solver), optimizer, levels=levels, **case
-    )
-    pairs = [train.classification(dense_classifier(8 // 2**level)) for level in range(levels)]
+    models = mgopt.levels_of(network(comm=where, solver=solver), levels)
+    own, like = losses_of(models, solver)
+    cycle = mgopt.make_cycle(own, like, optimizer, **case)
+    at, opt_states = like[0], [optimizer.init(each) for each in like]
+    exact, like = losses_of([dense_classifier(8 // 2**level) for level in range(levels)], SERIAL)
     losses = [
-        jax.jit(jax.value_and_grad(lambda p, f=f: f(p, BATCH, SERIAL, SERIAL)[0])) for f, _ in pairs
+        jax.jit(jax.value_and_grad(functools.partial(lambda f, p: f(p, BATCH), f))) for f in exact
     ]
-    like = [each for _, each in pairs]
     states = [optimizer.init(each) for each in like]
-    params = jax.tree.map(np.array, state.params)
-    for number in range(3):
+    params = jax.tree.map(np.array, at)
+    for _ in range(3):
         loss = losses[0](params)[0]
         params, spent = plain_cycle(losses, like, optimizer, states, params, **case)
-        state, metrics = step_fn(state, BATCH, solver, solver)
-        assert_close(state.params, params, 1e-10)
-        assert_close(metrics.loss, loss, 1e-12)
-        np.testing.assert_allclose(float(metrics.gradients), spent, rtol=1e-6)
-        assert int(state.step) == number + 1 and bool(metrics.finite)
-    assert step_fn._cache_size() == 1  # a state has the shapes and devices of the one before
-    assert state.params["trunk"]["layers"]["inner"]["kernel"].sharding.num_devices == (
-        2 if where else 1
-    )
+        at, opt_states, metrics = cycle(at, opt_states, BATCH)
+        assert_close(at, params, 1e-10)
+        assert_close(metrics["loss"], loss, 1e-12)
+        np.testing.assert_allclose(float(metrics["gradients"]), spent, rtol=1e-6)
+    assert at["trunk"]["layers"]["inner"]["kernel"].sharding.num_devices == (2 if where else 1)
 
 
 def test_where_the_gradient_is_zero_nothing_moves():
     """The corrected coarse problem has its minimum where the fine one has it, whatever the coarse network's own gradient."""
 
-    def loss(model):
-        params = {"layers": jnp.linspace(-1.0, 2.0, model.trunk.num_layers, dtype=F64)}
-        target = jnp.linspace(0.0, 1.0, model.trunk.num_layers, dtype=F64) ** 2
+    def loss(params, batch):
+        target = jnp.linspace(0.0, 1.0, len(params), dtype=F64) ** 2
+        return jnp.mean((params - target) ** 2)
 
-        def loss_fn(params, batch, solver, adjoint_solver):
-            info = train.Info(jnp.int32(1), solved.stats, solved.result)
-            return jnp.sum((params["layers"] - target) ** 2) / len(target), info
-
-        return loss_fn, params
-
-    solved = lp_jax.solve(lambda u, layer: u, jnp.zeros(4), jnp.ones(2), solver=SERIAL)
     best = jnp.linspace(0.0, 1.0, 8, dtype=F64) ** 2
-    step_fn, state = contrib.mgopt(network(), optax.sgd(1.0), levels=3, loss=loss)
-    assert jnp.max(jnp.abs(state.params["layers"] - best)) > 0.5
+    like = [jnp.linspace(-1.0, 2.0, layers, dtype=F64) for layers in (8, 4, 2)]
+    optimizer = optax.sgd(1.0)
+    cycle = mgopt.make_cycle([loss] * 3, like, optimizer)
+    params, states = like[0], [optimizer.init(each) for each in like]
+    assert jnp.max(jnp.abs(params - best)) > 0.5
     for _ in range(100):  # it is reached from elsewhere
-        state, _ = step_fn(state, None, SERIAL, SERIAL)
-    assert_close(state.params["layers"], best, 1e-8)
-    state, _ = step_fn(state._replace(params={"layers": jnp.copy(best)}), None, SERIAL, SERIAL)
-    assert_close(state.params["layers"], best, 1e-15)
+        params, states, _ = cycle(params, states, None)
+    assert_close(params, best, 1e-8)
+    assert_close(cycle(best, states, None)[0], best, 1e-15)
 
 
 def test_a_search_that_fails_keeps_the_parameters_and_says_so():
-    search = train.Backtracking(trials=2)
-    step_fn, state = contrib.mgopt(
-        network(), optax.sgd(1e4), pre=0, post=0, coarsest=3, line_search=search
-    )
-    before = jax.tree.map(np.asarray, state.params)
-    after, metrics = step_fn(state, BATCH, SERIAL, SERIAL)
-    assert bool(metrics.stuck) and int(metrics.trials) == 2
-    jax.tree.map(np.testing.assert_array_equal, after.params, before)
+    losses, like = losses_of(mgopt.levels_of(network()), SERIAL)
+    optimizer, search = optax.sgd(1e4), train.Backtracking(trials=2)
+    cycle = mgopt.make_cycle(losses, like, optimizer, pre=0, post=0, coarsest=3, line_search=search)
+    after, _, metrics = cycle(like[0], [optimizer.init(each) for each in like], BATCH)
+    assert bool(metrics["stuck"]) and int(metrics["trials"]) == 2
+    jax.tree.map(np.testing.assert_array_equal, after, like[0])
 
 
-def test_settings_that_cannot_be():
+def test_layers_that_cannot_be_halved_as_often_are_refused():
     too_coarse = "factor must divide the number of layers; got 2 and 1 layers"
-    for name, number, message in (
-        ("levels", 1, "levels m"),
-        ("coarsest", 0, "coarsest m"),
-        ("levels", 5, too_coarse),
-    ):
-        with pytest.raises(ValueError, match=message):
-            contrib.mgopt(network(), optax.sgd(0.1), **{name: number})
+    with pytest.raises(ValueError, match=too_coarse):
+        mgopt.levels_of(network(), levels=5)
+
+
+def test_the_script_trains_and_compares(capsys):
+    with jax_defaults():
+        mgopt.main(["--layers", "4", "--cycles", "30", "--width", "4"])
+    found = re.findall(r"loss (\d+\.\d+) after", capsys.readouterr().out)
+    assert len(found) == 2 and all(float(loss) < 1.2 for loss in found)  # log 5 = 1.6 at first

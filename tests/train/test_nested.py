@@ -9,13 +9,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from networks import F64, BatchNormed, assert_close, normal
-from networks import dense_classifier as model
+from networks import F64, BatchNormed, assert_close, dense_classifier as model, normal
 from problems import relative_error
 
 import lp_jax
 from lp_jax import nn, train
-from lp_jax.train import contrib
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -206,27 +204,21 @@ class Numbered(nnx.Module):
 def test_layers_that_read_their_number_are_refused():
     network = model(layer=Numbered)
     state = trained(network, optax.sgd(0.1), steps=1)
-    for refine in (
-        functools.partial(train.deepen, network, state),
-        functools.partial(contrib.mgopt, network),
-    ):
-        with pytest.raises(TypeError, match="Numbered reads its number"):
-            refine(optax.sgd(0.1))
+    with pytest.raises(TypeError, match="Numbered reads its number"):
+        train.deepen(network, state, optax.sgd(0.1))
 
 
 def test_running_statistics_go_along():
-    """Those of a layer go to all layers in its place, and deeper networks and MG/Opt go on updating them."""
+    """Those of a layer go to all layers in its place, and deeper networks go on updating them."""
     network, optimizer = model(layer=BatchNormed), optax.adam(1e-2)
     state = trained(network, optimizer)
     deep, deeper = train.deepen(network, state, optimizer)
-    before, after = (s.params["trunk"]["layers"]["norm"]["mean"] for s in (state, deeper))
+
+    def means(state):
+        return np.array(state.params["trunk"]["layers"]["norm"]["mean"])
+
+    before, after = map(means, (state, deeper))
     np.testing.assert_array_equal(after, np.repeat(before, 2, axis=0))
-    step_fn, state = contrib.mgopt(deep, optimizer, levels=2)
-    moved, metrics = step_fn(jax.tree.map(jnp.copy, state), batches(0)[0], lp_jax.Serial(), None)
-    exact = train.make_train_step(train.classification(deep)[0], optimizer)
-    wanted, _ = exact(
-        train.init_state(state.params, optimizer), batches(0)[0], lp_jax.Serial(), None
-    )
-    assert bool(metrics.finite)
-    got, wanted = (s.params["trunk"]["layers"]["norm"]["mean"] for s in (moved, wanted))
-    np.testing.assert_allclose(got, wanted, rtol=1e-12)  # those of the parameters before the step
+    step_fn = train.make_train_step(train.classification(deep)[0], optimizer)
+    moved, metrics = step_fn(deeper, batches(0)[0], lp_jax.Serial(), None)
+    assert bool(metrics.finite) and np.abs(means(moved) - after).max() > 1e-3

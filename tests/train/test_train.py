@@ -29,7 +29,7 @@ from lp_jax import train
 from lp_jax.train import _checkpoint
 from lp_jax.train._controller import gradient_error
 from lp_jax.train._divergence import convergence_warning
-from lp_jax.train._log import flat, read_rows, unflat
+from lp_jax.train._log import measured, read_rows, unflat
 
 # optax's Adam raises floats to an integer step count
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -529,7 +529,7 @@ def test_growing_residuals_are_reported_once_an_epoch():
 
 
 def test_growth_in_a_probe_and_an_unmet_tolerance_are_reported_but_not_growth_of_rounding(state):
-    probe = train.Every("probe", 1, lambda state, batch: flat("adjoint_residual", [0.1, 0.3]))
+    probe = train.Every("probe", 1, lambda state, batch: measured("adjoint_residual", [0.1, 0.3]))
     solver = lp_jax.Picard(sweeps=1, rtol=1e-14)
     _, log = run(state, 1, solver=solver, measures=[probe])
     forward, adjoint = log.of("warning")
@@ -662,9 +662,8 @@ def test_log_lines_are_flat_json_and_come_back_and_damage_is_refused_except_at_t
         "e": "text",
         "f": None,
     }
-    log.write(
-        kind="train", step=1, **values, **flat("norm", [float("inf"), 2.0]), **flat("g", {"w": 1.5})
-    )
+    norms = measured("norm", [float("inf"), 2.0, -1.0])  # the third was not measured
+    log.write(kind="train", step=1, **values, **norms)
     (line,) = path.read_text().splitlines()
     wanted = {
         "kind": "train",
@@ -676,7 +675,7 @@ def test_log_lines_are_flat_json_and_come_back_and_damage_is_refused_except_at_t
         "e": "text",
         "f": None,
     }
-    assert json.loads(line) == wanted | {"norm_1": None, "norm_2": 2.0, "g_w": 1.5}
+    assert json.loads(line) == wanted | {"norm_1": None, "norm_2": 2.0}
     again = train.Log(path)
     assert again.rows == log.rows
     np.testing.assert_array_equal(unflat("norm", again.rows[0]), [np.nan, 2.0])

@@ -19,7 +19,6 @@ import lp_jax
 from lp_jax import viz
 from lp_jax._solvers import _cycle, _serial
 from lp_jax.planning._schedule import count
-from lp_jax.train._log import flat
 from lp_jax.viz._hierarchy import batches
 from lp_jax.viz._schedule import timelines
 
@@ -30,11 +29,10 @@ def rows(accuracy, steps=40):
 
 
 def probe(step, forward, adjoint):
-    return (
-        {"kind": "probe", "step": step}
-        | flat("forward_residual", forward)
-        | flat("adjoint_residual", adjoint)
-    )
+    row = {"kind": "probe", "step": step}
+    for solve, norms in (("forward", forward), ("adjoint", adjoint)):
+        row |= {f"{solve}_residual_{number}": norm for number, norm in enumerate(norms, 1)}
+    return row
 
 
 def check_legible(figure):

@@ -1,7 +1,6 @@
 """ModelNet: shapes as voxels, from meshes (OFF files) or from files of voxels."""
 
 import io
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,8 @@ from lp_jax._arrays import _check
 from lp_jax.data._dataset import (
     LARGEST,
     Dataset,
+    Samples,
+    StrPath,
     archive,
     check_finite,
     lines,
@@ -21,7 +22,7 @@ from lp_jax.data._dataset import (
 )
 
 
-def modelnet(folder: str | os.PathLike[str], size: int = 32) -> Dataset:
+def modelnet(folder: StrPath, size: int = 32) -> Dataset:
     """Load ModelNet10, ModelNet40 or the like: the surfaces of shapes on a grid of ``size``³ voxels.
 
     The folder holds meshes, ``CLASS/train/*.off`` and ``CLASS/test/*.off``, plain or gzipped; or ready voxels in
@@ -80,10 +81,9 @@ def modelnet(folder: str | os.PathLike[str], size: int = 32) -> Dataset:
     )
 
 
-def _meshes(
-    folder: Path, split: str, names: Sequence[str], size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    x, y = [], []
+def _meshes(folder: Path, split: str, names: Sequence[str], size: int) -> Samples:
+    x = []
+    y = []
     for label, name in enumerate(names):
         paths = sorted(
             path for end in ("off", "off.gz") for path in (folder / name / split).glob(f"*.{end}")
@@ -98,7 +98,8 @@ def _meshes(
 def _voxels(path: Path, size: int) -> np.ndarray:
     """Return the voxels of a mesh, booleans ``(size, size, size)`` along the coordinates' axes."""
     wanted = "an OFF file of a mesh"
-    trimesh, text = require("trimesh"), "\n".join(lines(path, wanted))
+    trimesh = require("trimesh")
+    text = "\n".join(lines(path, wanted))
     with reading(path, wanted):
         mesh = trimesh.load_mesh(io.StringIO(text), file_type="off", process=False)
         rows = [
