@@ -37,8 +37,13 @@ def docstring_lines(text: str) -> set[int]:
 def tokens_of(text: str) -> int:
     """Tokens of code: comments, docstrings, blank lines and indentation do not count, and cost nothing."""
     free = docstring_lines(text)
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(token.type not in LAYOUT and token.start[0] not in free for token in tokens)
+    count = within = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        # from Python 3.12 on an f-string is many tokens; it counts as one, as before
+        name = tokenize.tok_name[token.type]
+        count += within == 0 and token.type not in LAYOUT and token.start[0] not in free
+        within += (name == "FSTRING_START") - (name == "FSTRING_END")
+    return count
 
 
 def tokens(*patterns: str) -> int:
