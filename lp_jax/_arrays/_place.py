@@ -8,7 +8,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from lp_jax._arrays._products import Operation, array_type, evaluate
+from lp_jax._arrays._products import Operation, array_type, bind, evaluate
 
 
 def at_home(
@@ -38,10 +38,59 @@ def at_home(
     return list(map(placed_here, out))
 
 
+def is_explicit(program: core.ClosedJaxpr) -> bool:
+    """Whether types of a program's operands hold their places."""
+    variables = *program.jaxpr.constvars, *program.jaxpr.invars
+    return any(array_type(v).sharding.mesh.explicit_axes for v in variables)
+
+
+def automatic(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Trace a program again, on `NO_MESH`: its types, and those of the programs within, hold no places.
+
+    JAX refuses types with explicit axes in the loops of a ``shard_map``, and places that its own rules do not keep. Derivative
+    rules, and a user's ``shard_map``, know the types of their trace.
+    """
+
+    def operation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        name, within = eqn.primitive.name, eqn.params.get("jaxpr")
+        if name in ("reshard", "mesh_cast", "sharding_constraint"):
+            return ins
+        if name in ("jit", "pjit"):
+            return evaluate(within.jaxpr, within.consts, ins, operation)
+        if name.startswith("custom_") or name == "shard_map":
+            types = [array_type(v).sharding for v in eqn.invars]
+            out = bind(eqn, list(map(retyped, ins, types)))
+            with jax.sharding.use_abstract_mesh(NO_MESH):
+                return list(map(placed_here, out))
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            return bind(eqn.replace(params=jax.tree.map(_without_places, eqn.params)), ins)
+
+    def again(*args: jax.Array) -> list[Any]:
+        consts = list(map(placed_here, program.consts))
+        return evaluate(program.jaxpr, consts, args, operation)
+
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        return jax.make_jaxpr(again)(*(x.update(sharding=_nowhere(x)) for x in program.in_avals))
+
+
+def _without_places(parameter: Any) -> Any:
+    if isinstance(parameter, NamedSharding):
+        return None
+    if isinstance(parameter, core.Jaxpr):
+        return automatic(core.ClosedJaxpr(parameter, ())).jaxpr
+    return automatic(parameter) if isinstance(parameter, core.ClosedJaxpr) else parameter
+
+
+NO_MESH = AbstractMesh((), ())
+
+
 def placed_here(x: Any) -> Any:
     """The array, with a type of the caller's mesh."""
-    nowhere = PartitionSpec(*[None] * jax.typeof(x).ndim)
-    return retyped(x, NamedSharding(jax.sharding.get_abstract_mesh(), nowhere))
+    return retyped(x, _nowhere(jax.typeof(x)))
+
+
+def _nowhere(x: Any) -> NamedSharding:
+    return NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*[None] * x.ndim))
 
 
 def retyped(x: Any, place: NamedSharding) -> Any:
