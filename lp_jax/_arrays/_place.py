@@ -27,58 +27,50 @@ def at_home(
     pairs = zip([*program.consts, *args], variables, strict=True)
     values = [retyped(x, array_type(v).sharding) for x, v in pairs]
 
-    def unconstrained(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        if eqn.primitive.name in ("jit", "pjit"):
-            within = eqn.params["jaxpr"]
-            return evaluate(within.jaxpr, within.consts, ins, unconstrained)
-        return ins if eqn.primitive.name == "sharding_constraint" else operation(eqn, ins)
-
     # without axes of the compiler, JAX has no rule for a constraint under vmap
-    out = evaluate(inner, values[:n], values[n:], operation if here.auto_axes else unconstrained)
+    out = evaluate(
+        inner, values[:n], values[n:], operation if here.auto_axes else _unconstrained(operation)
+    )
     return list(map(placed_here, out))
 
 
-def is_explicit(program: core.ClosedJaxpr) -> bool:
-    """Whether types of a program's operands hold their places."""
-    variables = *program.jaxpr.constvars, *program.jaxpr.invars
-    return any(array_type(v).sharding.mesh.explicit_axes for v in variables)
+def _unconstrained(operation: Operation) -> Operation:
+    """The same without what only says where arrays are, and without calls."""
+
+    def each(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name in ("jit", "pjit"):
+            within = eqn.params["jaxpr"]
+            return evaluate(within.jaxpr, within.consts, ins, each)
+        places = eqn.primitive.name in ("sharding_constraint", "reshard", "mesh_cast")
+        return ins if places else operation(eqn, ins)
+
+    return each
 
 
-def automatic(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+def automatic(program: Any) -> Any:
     """Trace a program again, on `NO_MESH`: its types, and those of the programs within, hold no places.
 
-    JAX refuses types with explicit axes in the loops of a ``shard_map``, and places that its own rules do not keep. Derivative
-    rules, and a user's ``shard_map``, know the types of their trace.
+    JAX refuses types with explicit axes in loops of a ``shard_map``, and places that its own rules do not keep. Derivative
+    rules, and a user's ``shard_map``, know the types of their trace. Other parameters of operations are returned as they are.
     """
+    if isinstance(program, core.Jaxpr):
+        return automatic(core.ClosedJaxpr(program, ())).jaxpr
+    if not isinstance(program, core.ClosedJaxpr):
+        return None if isinstance(program, NamedSharding) else program
 
     def operation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        name, within = eqn.primitive.name, eqn.params.get("jaxpr")
-        if name in ("reshard", "mesh_cast", "sharding_constraint"):
-            return ins
-        if name in ("jit", "pjit"):
-            return evaluate(within.jaxpr, within.consts, ins, operation)
-        if name.startswith("custom_") or name == "shard_map":
-            types = [array_type(v).sharding for v in eqn.invars]
-            out = bind(eqn, list(map(retyped, ins, types)))
-            with jax.sharding.use_abstract_mesh(NO_MESH):
-                return list(map(placed_here, out))
         with jax.sharding.use_abstract_mesh(NO_MESH):
-            return bind(eqn.replace(params=jax.tree.map(_without_places, eqn.params)), ins)
+            if eqn.primitive.name.startswith(("custom_", "shard_map")):
+                types = [array_type(v).sharding for v in eqn.invars]
+                return list(map(placed_here, bind(eqn, list(map(retyped, ins, types)))))
+            return bind(eqn.replace(params=jax.tree.map(automatic, eqn.params)), ins)
 
     def again(*args: jax.Array) -> list[Any]:
         consts = list(map(placed_here, program.consts))
-        return evaluate(program.jaxpr, consts, args, operation)
+        return evaluate(program.jaxpr, consts, args, _unconstrained(operation))
 
     with jax.sharding.use_abstract_mesh(NO_MESH):
         return jax.make_jaxpr(again)(*(x.update(sharding=_nowhere(x)) for x in program.in_avals))
-
-
-def _without_places(parameter: Any) -> Any:
-    if isinstance(parameter, NamedSharding):
-        return None
-    if isinstance(parameter, core.Jaxpr):
-        return automatic(core.ClosedJaxpr(parameter, ())).jaxpr
-    return automatic(parameter) if isinstance(parameter, core.ClosedJaxpr) else parameter
 
 
 NO_MESH = AbstractMesh((), ())

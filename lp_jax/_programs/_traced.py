@@ -13,7 +13,7 @@ from jax.extend import core
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import Processor, footprint, processor
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._place import NO_MESH, automatic, is_explicit
+from lp_jax._arrays._place import NO_MESH, automatic
 from lp_jax._arrays._products import exchanged_over
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Which
 from lp_jax._comms._comm import OneDevice, common_unit
@@ -245,7 +245,9 @@ class _Tracing:
                 ) from error
             raise
         home = jax.sharding.get_abstract_mesh()
-        explicit = problem.comm != OneDevice() and (home.explicit_axes or is_explicit(closed))
+        types = *closed.in_avals, *map(jax.typeof, closed.consts)
+        meshes = home, *(array.sharding.mesh for array in types)
+        explicit = problem.comm != OneDevice() and any(mesh.explicit_axes for mesh in meshes)
         if explicit:
             closed, home = automatic(closed), NO_MESH
         self.programs.append(closed.jaxpr)
