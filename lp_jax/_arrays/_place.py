@@ -53,9 +53,9 @@ def automatic(program: Any) -> Any:
     JAX refuses types with explicit axes in loops of a ``shard_map``, and places that its own rules do not keep. Derivative
     rules, and a user's ``shard_map``, know the types of their trace. Other parameters of operations are returned as they are.
     """
-    if isinstance(program, core.Jaxpr):
-        return automatic(core.ClosedJaxpr(program, ())).jaxpr
-    if not isinstance(program, core.ClosedJaxpr):
+    if not isinstance(program, core.ClosedJaxpr):  # in newer versions of JAX, all programs are
+        if isinstance(program, core.Jaxpr):
+            return automatic(core.ClosedJaxpr(program, ())).jaxpr
         return None if isinstance(program, NamedSharding) else program
 
     def operation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
