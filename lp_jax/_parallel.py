@@ -289,7 +289,7 @@ class _Rules:
             length=eqn.params["length"],
             reverse=eqn.params["reverse"],
             carry=tuple(jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in given[1]),
-            flops=footprint(program, []).flops,
+            flops=footprint(program, [], batched=False).flops,
             name=str(eqn.source_info.name_stack),
             source=_source(eqn),
         )

@@ -42,8 +42,13 @@ class Footprint(NamedTuple):
     alone: bool = False
 
 
-def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footprint:
-    """Read a layer's program, traced for one layer's ``operands``; products of at most ``terms`` rows are few."""
+def footprint(
+    program: core.Jaxpr, operands: PyTree, *, terms: int = 0, batched: bool = True
+) -> Footprint:
+    """Read a layer's program, traced for one layer's ``operands``; products of at most ``terms`` rows are few.
+
+    Without ``batched``, the program is not traced for a batch of layers, and ``branches`` is 1.
+    """
     nbytes = _tree.nbytes(operands)
     if not all(
         isinstance(size, int) for v in program.invars for size in array_type(v).shape
@@ -59,7 +64,7 @@ def footprint(program: core.Jaxpr, operands: PyTree, *, terms: int = 0) -> Footp
     alone = draws_alone(program)
     few = has_few(program, terms, least=2)
     operations = list(walk(program.eqns))
-    switches = any(equation.primitive.name == "cond" for equation in operations)
+    switches = batched and any(equation.primitive.name == "cond" for equation in operations)
     branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches else 1.0
     one_row = has_few(program, 1) and not has_few(program, sys.maxsize, least=2)
     return Footprint(

@@ -8,7 +8,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from lp_jax._arrays._products import Operation, array_type, evaluate
+from lp_jax._arrays._products import Operation, array_type, bind, evaluate
 
 
 def at_home(
@@ -27,21 +27,62 @@ def at_home(
     pairs = zip([*program.consts, *args], variables, strict=True)
     values = [retyped(x, array_type(v).sharding) for x, v in pairs]
 
-    def unconstrained(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+    # without axes of the compiler, JAX has no rule for a constraint under vmap
+    out = evaluate(
+        inner, values[:n], values[n:], operation if here.auto_axes else _unconstrained(operation)
+    )
+    return list(map(placed_here, out))
+
+
+def _unconstrained(operation: Operation) -> Operation:
+    """The same without what only says where arrays are, and without calls."""
+
+    def each(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name in ("jit", "pjit"):
             within = eqn.params["jaxpr"]
-            return evaluate(within.jaxpr, within.consts, ins, unconstrained)
-        return ins if eqn.primitive.name == "sharding_constraint" else operation(eqn, ins)
+            return evaluate(within.jaxpr, within.consts, ins, each)
+        places = eqn.primitive.name in ("sharding_constraint", "reshard", "mesh_cast")
+        return ins if places else operation(eqn, ins)
 
-    # without axes of the compiler, JAX has no rule for a constraint under vmap
-    out = evaluate(inner, values[:n], values[n:], operation if here.auto_axes else unconstrained)
-    return list(map(placed_here, out))
+    return each
+
+
+def automatic(program: Any) -> Any:
+    """Trace a program again, on `NO_MESH`: its types, and those of the programs within, hold no places.
+
+    JAX refuses types with explicit axes in loops of a ``shard_map``, and places that its own rules do not keep. Derivative
+    rules, and a user's ``shard_map``, know the types of their trace. Other parameters of operations are returned as they are.
+    """
+    if not isinstance(program, core.ClosedJaxpr):  # in newer versions of JAX, all programs are
+        if isinstance(program, core.Jaxpr):
+            return automatic(core.ClosedJaxpr(program, ())).jaxpr
+        return None if isinstance(program, NamedSharding) else program
+
+    def operation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            if eqn.primitive.name.startswith(("custom_", "shard_map")):
+                types = [array_type(v).sharding for v in eqn.invars]
+                return list(map(placed_here, bind(eqn, list(map(retyped, ins, types)))))
+            return bind(eqn.replace(params=jax.tree.map(automatic, eqn.params)), ins)
+
+    def again(*args: jax.Array) -> list[Any]:
+        consts = list(map(placed_here, program.consts))
+        return evaluate(program.jaxpr, consts, args, _unconstrained(operation))
+
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        return jax.make_jaxpr(again)(*(x.update(sharding=_nowhere(x)) for x in program.in_avals))
+
+
+NO_MESH = AbstractMesh((), ())
 
 
 def placed_here(x: Any) -> Any:
     """The array, with a type of the caller's mesh."""
-    nowhere = PartitionSpec(*[None] * jax.typeof(x).ndim)
-    return retyped(x, NamedSharding(jax.sharding.get_abstract_mesh(), nowhere))
+    return retyped(x, _nowhere(jax.typeof(x)))
+
+
+def _nowhere(x: Any) -> NamedSharding:
+    return NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*[None] * x.ndim))
 
 
 def retyped(x: Any, place: NamedSharding) -> Any:

@@ -13,6 +13,7 @@ from jax.extend import core
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import Processor, footprint, processor
 from lp_jax._arrays._outer import has_few
+from lp_jax._arrays._place import NO_MESH, automatic
 from lp_jax._arrays._products import exchanged_over
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Which
 from lp_jax._comms._comm import OneDevice, common_unit
@@ -243,15 +244,16 @@ class _Tracing:
                     "scan's body belongs to lp_jax.scan(..., solver=Newton(jacobian_of=body))."
                 ) from error
             raise
+        home = jax.sharding.get_abstract_mesh()
+        types = *closed.in_avals, *map(jax.typeof, closed.consts)
+        meshes = home, *(array.sharding.mesh for array in types)
+        explicit = problem.comm != OneDevice() and any(mesh.explicit_axes for mesh in meshes)
+        if explicit:
+            closed, home = automatic(closed), NO_MESH
         self.programs.append(closed.jaxpr)
         _inputs.step_output(out, u, problem.has_aux)
-        home = jax.sharding.get_abstract_mesh()
         step = dataclasses.replace(step, structure=jax.tree.structure(out), home=home)
-        spread = problem.comm != OneDevice()
-        if not any(
-            isinstance(c, jax.core.Tracer) or (spread and _tree.explicit(c)) for c in closed.consts
-        ):
-            step = dataclasses.replace(step, home=None if home.explicit_axes else home)
+        if not explicit and not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
             return dataclasses.replace(step, in_place=needs_its_trace(closed, u, x, shared)), None
         positions = []
         for constant in closed.consts:

@@ -1,5 +1,6 @@
 """Steps over a mesh that hold programs, close over values or constrain places: JAX's types hold the mesh they were traced on."""
 
+import contextlib
 import math
 
 import equinox as eqx
@@ -218,13 +219,19 @@ def around(name, f):
     return {
         "jit of grad": jax.jit(jax.grad(f)),
         "grad of jit": jax.grad(jax.jit(f)),
+        "checkpoint": jax.grad(jax.checkpoint(f)),
+        "scan": jax.grad(
+            lambda b: lax.scan(lambda c, s: (c + f(b * s), None), 0.0, jnp.ones(2))[0]
+        ),
         "vmap": lambda b: jax.vmap(f)(jnp.stack([b, b]))[0],
         "cond": lambda b: lax.cond(True, f, lambda b: 0.0, b),
     }[name]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("name", ["jit of grad", "grad of jit", "vmap", "cond"])
+@pytest.mark.parametrize(
+    "name", ["jit of grad", "grad of jit", "checkpoint", "scan", "vmap", "cond"]
+)
 def test_values_that_are_closed_over_within_set_mesh(kind, name):
     mesh, y0 = devices("2 x 2", kind), jnp.asarray(X[0])
 
@@ -240,6 +247,34 @@ def test_values_that_are_closed_over_within_set_mesh(kind, name):
     with jax.set_mesh(mesh):
         got = around(name, lambda b: loss(b, solver, mesh))(b)
     np.testing.assert_allclose(got, wanted, rtol=1e-12)
+
+
+def normed(w, x):
+    """A norm, whose program says where its results are; a branch of each layer, which JAX evaluates for all at once."""
+    x = x + 0.1 * jax.nn.logsumexp(x @ w, axis=-1, keepdims=True)
+    x = x / (1 + jnp.linalg.norm(x, axis=-1, keepdims=True))
+    x = (x - jnp.mean(x, -1, keepdims=True)) / jnp.sqrt(jnp.var(x, -1, keepdims=True) + 1e-3)
+    again = jax.checkpoint(
+        lambda w, x: lax.scan(lambda x, k: (layer(k * w, x), None), x, jnp.ones(1))[0]
+    )
+    return lax.cond(w[0, 0] > 0, layer, lambda w, x: again(-w, jax.nn.relu(x)), w, x)
+
+
+@pytest.mark.parametrize("context", [jax.set_mesh, contextlib.nullcontext], ids=["within", "out"])
+def test_explicit_axes_of_a_batch(context):
+    """Their types are those of the user's program, and nothing of the solve's; outside of jax.set_mesh, too."""
+    mesh = devices("2 x 2", AxisType.Explicit)
+    wanted = jax.jit(jax.grad(scanned(normed), argnums=(0, 1)))(W, X)
+    placed = put(mesh, W), put(mesh, X, "data")
+
+    def error(solver):
+        solved = lp_jax.parallel(scanned(normed), solver=solver, comm=mesh)
+        got = jax.jit(jax.grad(solved, argnums=(0, 1)))(*placed)
+        return relative_error(jax.device_get(got), jax.device_get(wanted))
+
+    with context(mesh):
+        assert max(map(error, (EXACT, EXACT, CYCLES))) < 1e-12
+        assert error(ONCE) > 1e-6
 
 
 def test_constants_of_a_scan_within_set_mesh():
