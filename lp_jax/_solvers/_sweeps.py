@@ -251,7 +251,7 @@ class Secant(Sweeps):
         >>> problem = lp_jax.Problem(lambda y, layer: 0.9 * y + layer.params, jnp.ones(64), jnp.ones(()))
         >>> solvers = lp_jax.Picard(sweeps=64, rtol=1e-4), lp_jax.Secant(sweeps=64, rtol=1e-4)
         >>> [int(problem.solve(solver=solver).stats.iterations) for solver in solvers]
-        [21, 3]
+        [20, 3]
 
     Reference:
         Wegstein, "Accelerating convergence of iterative processes", Comm. ACM 1 (1958): the secant method of a fixed point,

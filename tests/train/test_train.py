@@ -238,7 +238,7 @@ def test_runs_in_one_log_keep_their_rows(state, tmp_path):
     _, log = run(second, 1, log=train.Log(path))
     assert log.rows[: len(first)] == first == list(read_rows(path))[: len(first)]
     steps = [row["step"] for row in log.of("train")]
-    assert steps == [1, 2, 3, 4, 5, 6, 1, 2, 3] and log.rows[-1]["time"] < first[-1]["time"]
+    assert steps == [1, 2, 3, 4, 5, 6, 1, 2, 3]
     log.rewind(1)
     assert [row["step"] for row in log.of("train")] == [1, 2, 3, 4, 5, 6, 1]
 
