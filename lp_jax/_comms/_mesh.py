@@ -256,7 +256,12 @@ class OnMesh(Workers):
         opened = spread(body, in_specs=specs, out_specs=specs)
         # The gradient of a loop around a solve takes out of the loop what does not depend on its carry, and would divide the
         # solve, whose parts hold types of another mesh.
-        return lambda *arrays: opened(*_wire.depend(arrays, arrays))
+
+        def whole(*arrays: PyTree) -> tuple[Stacked, PyTree]:
+            placed = any(map(_tree.explicit, jax.tree.leaves(arrays)))  # only outside of loops
+            return opened(*(arrays if placed else _wire.depend(arrays, arrays)))
+
+        return whole
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
         pairs = [(i, i + by) for i in range(self.active) if 0 <= i + by < self.active]

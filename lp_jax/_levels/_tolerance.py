@@ -76,9 +76,10 @@ def error_of_changes(y0: State, found: Changes) -> Scalar:
         summed = eps_of(_tree.wide(y))
         rounding = 4 * eps_of(y) + 8 * summed
         error = _mean_square(jnp.where(change <= rounding, 0, change))
-        floor = rounding * last + summed
-        last_error = _mean_square(jnp.where(last_change <= floor, 0, last_change))
         left = _mean_square(last)
+        # a component may pass zero at the end, and then has the rounding of the others
+        floor = rounding * jnp.maximum(last, jnp.sqrt(left)) + summed
+        last_error = _mean_square(jnp.where(last_change <= floor, 0, last_change))
         lost = (left > 0) & (jnp.sqrt(left) < summed / _LOST)
         of_last = jnp.where(lost, jnp.inf, _ratio(last_error, left))
         return jnp.maximum(_ratio(error, jnp.minimum(1, _mean_square(moved))), of_last)
