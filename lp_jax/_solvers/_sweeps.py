@@ -15,6 +15,7 @@ from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, Slic
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level, Residual, measure, squares_of
 from lp_jax._levels._sweep import single, sweep
+from lp_jax._levels._tolerance import eps_of
 from lp_jax._solvers._coarse_step import Coarse
 from lp_jax._solvers._solver import Solver, Start, constant, require_fixed_effort
 
@@ -279,7 +280,10 @@ class Secant(Sweeps):
         pairs = (residuals, change), (change, change), (states, states)
         *products, sizes = workers.sum([_tree.inner_by_component(*pair) for pair in pairs])
         along, squared = (_in_sizes(product, sizes) for product in products)
-        slope = jnp.clip(slope + along / jnp.where(squared > 0, squared, 1), -1, 0)
+        # a change of rounding teaches nothing
+        noise = sum(x.size * (8 * eps_of(x)) ** 2 for x in jax.tree.leaves(level.y0))
+        learned = jnp.where(squared > noise, along / squared, 0)
+        slope = jnp.clip(slope + learned, -1, 0)
         slope = jnp.where(jnp.isfinite(slope), slope, 0)
         factor = 1 + slope
         increments = jax.tree.map(lambda f, y: f - factor.astype(f.dtype) * y, stepped, u)
