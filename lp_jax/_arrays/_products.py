@@ -226,13 +226,16 @@ def _scan_depths(
     return history[-1] if history else [*state, *[0.0] * (len(equation.outvars) - carries)]
 
 
+ALONE = "key<rbg>", "key<urbg>"
+"""Kinds of keys of which JAX takes the first for a whole batch."""
+
+
 def draws_alone(jaxpr: core.Jaxpr) -> bool:
-    """Whether a program draws from keys other than those of threefry, of which JAX takes the first for a whole batch."""
+    """Whether a program draws from keys that draw other numbers in a batch."""
     equations = list(walk(jaxpr.eqns))
     kinds = {str(getattr(v.aval, "dtype", "")) for e in equations for v in e.invars}
-    return any(kind.startswith("key<") and kind != "key<fry>" for kind in kinds) or any(
-        e.primitive.name == "rng_bit_generator" for e in equations
-    )
+    names = {e.primitive.name for e in equations}
+    return bool(kinds & {*ALONE}) or "rng_bit_generator" in names
 
 
 _OPAQUE = ("callback", "ffi_call", "custom_call", "custom_partitioning", "pallas_call")

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
+from lp_jax._arrays._products import ALONE
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
 from lp_jax._comms import _wire
 from lp_jax._comms._comm import Comm, Unit, common_unit
@@ -258,8 +259,12 @@ class OnMesh(Workers):
         # solve, whose parts hold types of another mesh.
 
         def whole(*arrays: PyTree) -> tuple[Stacked, PyTree]:
-            placed = any(map(_tree.explicit, jax.tree.leaves(arrays)))  # only outside of loops
-            return opened(*(arrays if placed else _wire.depend(arrays, arrays)))
+            if any(map(_tree.explicit, jax.tree.leaves(arrays))):  # only outside of loops
+                return opened(*arrays)
+            # keys of "rbg", and words of keys, would draw other numbers if they were batched with the rest
+            kinds = [x.dtype.name for x in jax.tree.leaves(arrays)]
+            some, combine = _tree.partition(arrays, [k not in (*ALONE, "uint32") for k in kinds])
+            return opened(*combine(_wire.depend(some, some)))
 
         return whole
 

@@ -276,5 +276,5 @@ def test_the_package_does_not_grow():
     ``python tests/helpers/house.py`` prints all sizes.
     """
     sizes = house.sizes()
-    assert sizes["tokens of code in lp_jax"] <= 152_786, sizes
-    assert sizes["tokens of code in the core"] <= 70_542, sizes
+    assert sizes["tokens of code in lp_jax"] <= 152_842, sizes
+    assert sizes["tokens of code in the core"] <= 70_598, sizes
