@@ -75,7 +75,7 @@ def end_together(comm: "Intracomm") -> None:
 
 
 class _Exit(SystemExit):
-    """What `sys.exit` raises in the main thread. Where nobody catches it, Python deletes it when no caller is left."""
+    """The exception of `sys.exit` in the main thread. If nobody catches it, Python deletes it when no caller is left."""
 
     def __del__(self, frame: Any = sys._getframe, patiences: list[float] = patiences) -> None:
         if self.code and frame().f_back is None:
