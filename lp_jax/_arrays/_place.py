@@ -1,6 +1,7 @@
 """Programs that were traced on another mesh than the one on which they are evaluated."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from lp_jax._arrays._products import Operation, array_type, bind, evaluate
+from lp_jax._arrays._products import Operation, array_type, bind, evaluate, through_calls
 
 
 def at_home(
@@ -38,13 +39,10 @@ def _unconstrained(operation: Operation) -> Operation:
     """The same without what only says where arrays are, and without calls."""
 
     def each(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        if eqn.primitive.name in ("jit", "pjit"):
-            within = eqn.params["jaxpr"]
-            return evaluate(within.jaxpr, within.consts, ins, each)
         places = eqn.primitive.name in ("sharding_constraint", "reshard", "mesh_cast")
         return ins if places else operation(eqn, ins)
 
-    return each
+    return through_calls(each, ("jit", "pjit"))
 
 
 def automatic(program: Any) -> Any:
@@ -94,10 +92,13 @@ def retyped(x: Any, place: NamedSharding) -> Any:
         return _retyped.bind(x, place=place)
 
 
-def _batch(operands: Sequence[Any], axes: Sequence[int], place: NamedSharding) -> tuple[Any, int]:
+def batch_with_place(
+    move: Callable[..., Any], operands: Sequence[Any], axes: Sequence[int], place: NamedSharding
+) -> tuple[Any, int]:
+    """A batch of ``move(x, place)``."""
     (x,), spec = operands, [*place.spec]
     spec.insert(axes[0], None)
-    return retyped(x, NamedSharding(place.mesh, PartitionSpec(*spec))), axes[0]
+    return move(x, NamedSharding(place.mesh, PartitionSpec(*spec))), axes[0]
 
 
 _retyped = core.Primitive("retyped")
@@ -105,4 +106,4 @@ _retyped.def_impl(lambda x, place: x)
 _retyped.def_abstract_eval(lambda x, place: x.update(sharding=place))
 mlir.register_lowering(_retyped, lambda context, x, place: [x])
 ad.deflinear2(_retyped, lambda cotangent, x, place: [retyped(cotangent, x.aval.sharding)])
-batching.primitive_batchers[_retyped] = _batch
+batching.primitive_batchers[_retyped] = functools.partial(batch_with_place, retyped)

@@ -290,6 +290,18 @@ def evaluate(
     return [read(v) for v in jaxpr.outvars]
 
 
+def through_calls(operation: Operation, calls: Sequence[str]) -> Operation:
+    """The same operation, on the programs within calls of these names instead of on the calls."""
+
+    def each(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name not in calls:
+            return operation(eqn, ins)
+        called = eqn.params["jaxpr"]
+        return evaluate(getattr(called, "jaxpr", called), getattr(called, "consts", ()), ins, each)
+
+    return each
+
+
 def bind(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
     """The operation as it was."""
     if eqn.primitive.name == "pvary" and _tree.varying_axes(ins[0]) >= set(eqn.params["axes"]):

@@ -9,15 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
+from lp_jax._arrays._place import batch_with_place, retyped
 from lp_jax._arrays._products import ALONE
-from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
+from lp_jax._arrays._types import PyTree, Stacked
 from lp_jax._comms import _wire
 from lp_jax._comms._comm import Comm, Unit, common_unit
-from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Run, Workers
+from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Turn, Workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +100,7 @@ class MeshComm(Comm):
         automatic = _with_automatic_axes(program, explicit, tuple(leaves), structure)
         return lambda arrays: automatic(
             jax.tree.map(
-                lambda x: _reshard(x, everywhere) if jax.typeof(x).sharding.mesh.empty else x,
+                lambda x: _resharded(x, everywhere) if jax.typeof(x).sharding.mesh.empty else x,
                 arrays,
             )
         )
@@ -209,15 +212,19 @@ class MeshComm(Comm):
                     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Reshard ``x``; the cotangent passes through unchanged."""
-    return jax.sharding.reshard(x, sharding)
+def _resharded(x: jax.Array, place: NamedSharding) -> jax.Array:
+    """Reshard an array whose type has no mesh. Its cotangent stays where it is, as JAX cannot reshard to no mesh."""
+    return _reshard.bind(x, place=place)
 
 
-_reshard.defvjp(
-    lambda x, sharding: (_reshard(x, sharding), None), lambda sharding, _, cotangent: (cotangent,)
+_reshard = core.Primitive("reshard_unplaced")
+_reshard.def_impl(lambda x, place: jax.sharding.reshard(x, place))
+_reshard.def_abstract_eval(
+    lambda x, place: x.update(sharding=NamedSharding(place.mesh.abstract_mesh, place.spec))
 )
+mlir.register_lowering(_reshard, mlir.lower_fun(lambda x, place: jax.sharding.reshard(x, place), multiple_results=False))
+ad.deflinear2(_reshard, lambda cotangent, x, place: [retyped(cotangent, x.aval.sharding)])
+batching.primitive_batchers[_reshard] = functools.partial(batch_with_place, _resharded)
 
 
 @functools.lru_cache(maxsize=32)  # as for programs
@@ -281,32 +288,48 @@ class OnMesh(Workers):
     def gather(self, tree: PyTree, span: int) -> PyTree:
         return lax.all_gather(tree, self.axis, tiled=True)
 
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
-        first, by = self.first(reverse), -1 if reverse else 1
-        out = _tree.zeros_like(jax.eval_shape(run, y0))
+    def pipeline(
+        self, turn: Turn, entries: Stacked, *, reverse: bool
+    ) -> tuple[Stacked, PyTree, PyTree]:
+        count, by = _tree.leading(entries), -1 if reverse else 1
+        place = by * (self.index() - self.first(reverse))  # in the row
+        turns = count + self.active - 1
         # Where kernels are launched, idle devices would wait anyway, and the loop's length is known. Over other axes of the mesh
         # the compiler may exchange something in a step (halos), for which devices of a CPU all wait.
         everyone = self.processor.launches or self.mesh.size > self.size
-
         send = functools.partial(self.shift, by=by)
 
-        def body(
-            carry: tuple[State, PyTree], number: jax.Array
-        ) -> tuple[tuple[State, PyTree], None]:
-            (entry, out), mine = carry, self.index() == first + by * number
-            if everyone:
-                out = _tree.where(mine, run(entry), out)
-            else:  # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
-                out = _tree.fori_loop(
-                    0, mine.astype(jnp.int32), lambda _, out: run(entry, out), out
-                )
-            edge = jax.tree.map(lambda u: u[0 if reverse else -1], out[0])
-            if everyone:  # the last message, which nobody needs, is cheaper than a condition
-                return (send(edge), out), None
-            return (lax.cond(number < self.active - 1, send, lambda edge: edge, edge), out), None
+        def body(carry: PyTree, now: jax.Array) -> tuple[PyTree, None]:
+            entered, out, total = carry
+            number = jnp.clip(now - place, 0, count - 1)
+            mine = (now - place == number) & (place >= 0) & (place < self.active)
+            entry = _tree.where(place == 0, _tree.take(entries, number), entered)
 
-        (_, out), _ = _tree.scan(body, (y0, out), jnp.arange(self.active, dtype=jnp.int32))
-        return without_gradient(out, _RELAYED)
+            def one(carry: PyTree) -> PyTree:
+                _, out, total = carry
+                last, kept, added = turn(entry, number)
+                new = last, kept
+                if everyone:
+                    new = _tree.where(mine, new, _tree.take(out, number))
+                    added = _tree.where(mine, added, _tree.zeros_like(added))
+                return last, _tree.put(out, new, number), _tree.add(total, added)
+
+            if everyone:
+                last, out, total = one((entry, out, total))
+                return (send(last), out, total), None
+            # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
+            last, out, total = _tree.fori_loop(
+                0, mine.astype(jnp.int32), lambda _, carry: one(carry), (entry, out, total)
+            )
+            return (lax.cond(now < turns - 1, send, lambda last: last, last), out, total), None
+
+        first = jax.tree.map(lambda x: x[0], entries)
+        *one, added = jax.eval_shape(turn, first, jnp.int32(0))
+        none = _tree.zeros_like((one, added))
+        start = first, tuple(_tree.repeat(none[0], count)), none[1]
+        (_, out, total), _ = _tree.scan(body, start, jnp.arange(turns, dtype=jnp.int32))
+        lasts, kept, total = without_gradient((*out, total), _RELAYED)
+        return lasts, kept, total
 
 
 def same_over(x: jax.Array, varying: frozenset[Hashable]) -> jax.Array:

@@ -17,10 +17,10 @@ from jax._src import effects  # mpi4jax registers its effect there, too
 from jax.interpreters import partial_eval
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._types import CPoints, PyTree, Stacked, State
+from lp_jax._arrays._types import PyTree, Stacked, State
 from lp_jax._comms import _together, _wire
 from lp_jax._comms._comm import Comm, Unit, common_unit
-from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Run, Workers
+from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Turn, Workers, one_after_another
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -354,21 +354,26 @@ class OnRanks(Workers):
 
         return _wire.apply_packed(self._alike(tree), everyone, listed=True)
 
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
+    def pipeline(
+        self, turn: Turn, entries: Stacked, *, reverse: bool
+    ) -> tuple[Stacked, PyTree, PyTree]:
         rank, first, by = self.comm.rank, self.first(reverse), -1 if reverse else 1
+        place, one = by * (rank - first), _tree.entry_like(entries)
         if rank >= self.active:
-            return _tree.zeros_like(jax.eval_shape(run, y0))
-        turn, entered = by * (rank - first), y0
-        if turn:  # what is received depends on what the sender has from its ``run``, or JAX may take it out of a loop
-            own = jax.make_jaxpr(run)(y0).consts
-            entered = self._exchange(_wire.depend(y0, own), rank - by, None)
-        out = run(entered)
-        if turn < self.active - 1:
-            sent = self._exchange(
-                jax.tree.map(lambda u: u[0 if reverse else -1], out[0]), None, rank + by
-            )
-            out = _wire.after(out[0], sent), out[1]
-        return out
+            last, kept, total = _tree.zeros_like(jax.eval_shape(turn, one, 0))
+            return *_tree.repeat((last, kept), _tree.leading(entries)), total
+        # what is received depends on what the sender has from its ``turn``, or JAX may take it out of a loop
+        own = jax.make_jaxpr(turn)(one, 0).consts
+
+        def exchanging(entry: State, number: jax.Array | int) -> tuple[State, PyTree, PyTree]:
+            if place:
+                entry = self._exchange(_wire.depend(entry, own), rank - by, None)
+            last, kept, added = turn(entry, number)
+            if place < self.active - 1:
+                last = _wire.after(last, self._exchange(last, None, rank + by))
+            return last, kept, added
+
+        return one_after_another(exchanging, entries)
 
     def _exchange(self, tree: PyTree, source: int | None, dest: int | None) -> PyTree:
         """Send ``tree`` to one rank and receive such a tree from another; without a source, the result tells when it is sent."""

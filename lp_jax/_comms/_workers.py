@@ -19,10 +19,12 @@ Body = Callable[
     [Stacked, PyTree], tuple[Stacked, PyTree]
 ]  # of a solve: ``body(stacked, common) -> (stacked, common)``
 
-Run = Callable[..., tuple[CPoints, PyTree]]
-"""A worker's part of a sequential solve: ``run(y0)`` returns its points, and a tree of other results.
+Run = Callable[[State], tuple[CPoints, PyTree]]
+"""A worker's part of a sequential solve: ``run(y0)`` returns its points, and a tree of other results."""
 
-``run(y0, out)`` may overwrite ``out``, arrays of that shape, which saves the copies of a result within a loop."""
+Turn = Callable[[State, jax.Array | int], tuple[State, PyTree, PyTree]]
+"""A worker's part for one of several microbatches: ``turn(entry, number)`` returns the state that leaves the worker, results to
+keep, and others to add up."""
 
 SEQUENTIAL = ("auto", "relay", "gather")
 
@@ -82,8 +84,24 @@ class Workers(abc.ABC):
         """Return the stacked arrays of all workers, on each of them."""
 
     @abc.abstractmethod
+    def pipeline(
+        self, turn: Turn, entries: Stacked, *, reverse: bool
+    ) -> tuple[Stacked, PyTree, PyTree]:
+        """Take microbatches through the workers, one following the other, so that workers work at the same time.
+
+        ``entries``, leaves ``(count, ...)``, enter the first worker. Returns the states that leave this worker and what it
+        keeps, leaves ``(count, ...)``, and its sums. With one microbatch, the workers run one after the other.
+        """
+
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
         """Run on one worker after the other, each from the last state of the one before; ``active - 1`` messages."""
+
+        def turn(entry: State, number: jax.Array | int) -> tuple[State, PyTree, PyTree]:
+            out = run(entry)
+            return jax.tree.map(lambda u: u[0 if reverse else -1], out[0]), out, None
+
+        _, out, _ = self.pipeline(turn, jax.tree.map(lambda x: x[None], y0), reverse=reverse)
+        return jax.tree.map(lambda x: x[0], out)
 
     @property
     def size(self) -> int:
@@ -272,5 +290,25 @@ class Local(Workers):
     def gather(self, tree: PyTree, span: int) -> PyTree:
         return tree
 
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
-        return run(y0)
+    def pipeline(
+        self, turn: Turn, entries: Stacked, *, reverse: bool
+    ) -> tuple[Stacked, PyTree, PyTree]:
+        return one_after_another(turn, entries)
+
+
+def one_after_another(turn: Turn, entries: Stacked) -> tuple[Stacked, PyTree, PyTree]:
+    """Take microbatches through one worker."""
+    if _tree.leading(entries) == 1:
+        last, kept, total = turn(jax.tree.map(lambda x: x[0], entries), 0)
+        last, kept = jax.tree.map(lambda x: x[None], (last, kept))
+        return last, kept, total
+
+    def body(total: PyTree, x: tuple[State, jax.Array]) -> tuple[PyTree, tuple[State, PyTree]]:
+        last, kept, added = turn(*x)
+        return _tree.add(total, added), (last, kept)
+
+    numbers = jnp.arange(_tree.leading(entries), dtype=jnp.int32)
+    first = _tree.entry_like((entries, numbers))
+    none = _tree.zeros_like(jax.eval_shape(turn, *first)[2])
+    total, (lasts, kept) = _tree.scan(body, none, (entries, numbers))
+    return lasts, kept, total

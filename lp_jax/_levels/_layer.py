@@ -141,31 +141,41 @@ class Linearised:
     step: Callable[[State, Slices, PyTree], tuple[State, PyTree]]  # with aux
     differentiable: tuple[bool, ...]  # the leaves of the slices that have a gradient
     weights: bool = False  # whether shared operands are differentiated, too, for `contract`
+    emits: tuple[bool, ...] = ()  # the leaves of aux that are differentiated, too
 
     def evaluate(
         self, u: State, x: Slices, shared: PyTree
     ) -> tuple[State, PyTree, list[jax.Array]]:
         """Return the next state, aux, and the arrays to keep."""
-        u_next, pullback, aux = self._vjp(u, x, shared)
+        (u_next, _), pullback, aux = self._vjp(u, x, shared)
         leaves = jax.tree.leaves(pullback)
         return u_next, aux, [placed_here(leaves[i]) for i in self._from_state(u, x, shared)]
 
     def transpose(
         self, u: State, x: Slices, shared: PyTree, kept: Sequence[jax.Array]
-    ) -> Callable[[State], tuple[State, list[jax.Array], list[jax.Array]]]:
+    ) -> Callable[..., tuple[State, list[jax.Array], list[jax.Array]]]:
         """Return the pullback at ``u``, from a cotangent of the next state to those of ``u``, leaves of ``x`` and weights.
 
-        The step is traced again for its structure. Its values that depend on the state are not used, so the compiler drops
-        their computation.
+        Its second argument are the cotangents of the leaves of aux that are differentiated, None for zeros. The step is traced
+        again for its structure. Its values that depend on the state are not used, so the compiler drops their computation.
         """
-        _, pullback, _ = self._vjp(u, x, shared)
+        (_, emitted), pullback, _ = self._vjp(u, x, shared)
         leaves, structure = jax.tree.flatten(pullback)
         for i, value in zip(self._from_state(u, x, shared), kept, strict=True):
             leaves[i] = retyped(value, jax.typeof(leaves[i]).sharding)
-        pull: Callable[[State], tuple[State, list[jax.Array], list[jax.Array]]] = (
-            jax.tree.unflatten(structure, leaves)
-        )
-        return pull
+        pull = jax.tree.unflatten(structure, leaves)
+
+        def pulled(
+            lam: State, sources: Sequence[jax.Array | None] = ()
+        ) -> tuple[State, list[jax.Array], list[jax.Array]]:
+            given = sources or [None] * len(emitted)
+            pairs = zip(given, emitted, strict=True)
+            out: tuple[State, list[jax.Array], list[jax.Array]] = pull(
+                (lam, [jnp.zeros_like(x) if a is None else a for a, x in pairs])
+            )
+            return out
+
+        return pulled
 
     def contract(
         self, us: State, xs: Slices, shared: PyTree, kept: Sequence[jax.Array], lams: State
@@ -189,16 +199,19 @@ class Linearised:
         (total,) = jax.linear_transpose(directional, weights)(lams)
         return total
 
-    def _vjp(self, u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree, PyTree]:
+    def _vjp(
+        self, u: State, x: Slices, shared: PyTree
+    ) -> tuple[tuple[State, list[jax.Array]], PyTree, PyTree]:
         leaves, combine = _tree.partition(x, self.differentiable)
         weights, combine_shared = _tree.partition(shared)
 
         def step(
             u: State, leaves: list[jax.Array], weights: list[jax.Array]
-        ) -> tuple[State, PyTree]:
-            return self.step(
-                u, combine(leaves), combine_shared(weights) if self.weights else shared
-            )
+        ) -> tuple[tuple[State, list[jax.Array]], PyTree]:
+            seen = combine_shared(weights) if self.weights else shared
+            u_next, aux = self.step(u, combine(leaves), seen)
+            emitted, _ = _tree.partition(jax.tree.map(jnp.asarray, aux) if self.emits else (), self.emits)
+            return (u_next, emitted), aux
 
         return jax.vjp(step, u, leaves, weights if self.weights else [], has_aux=True)
 

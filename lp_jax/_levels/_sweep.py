@@ -160,24 +160,13 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
         u, emitted = through(u, operands)
         return u, (u, emitted)
 
-    def march_from(y0: State, out: tuple[CPoints, PyTree] | None = None) -> tuple[CPoints, PyTree]:
+    def march_from(y0: State) -> tuple[CPoints, PyTree]:
         operands = level.xs, level.rhs
         first = _tree.entry_like(operands)
         unroll = max(
             level.unroll, level.workers.processor.loop_unroll(level.intervals, body, y0, first)
         )
-        scan = functools.partial(_tree.scan, reverse=level.reverse, unroll=unroll)
-        if out is None:
-            return scan(body, y0, operands)[1]
-
-        def write(carry: tuple[State, PyTree], x: PyTree) -> tuple[tuple[State, PyTree], None]:
-            (u, out), (k, operands) = carry, x
-            u, new = body(u, operands)
-            return (u, _tree.put(out, new, k)), None
-
-        return scan(write, (y0, out), (jnp.arange(level.intervals, dtype=jnp.int32), operands))[0][
-            1
-        ]
+        return _tree.scan(body, y0, operands, reverse=level.reverse, unroll=unroll)[1]
 
     return march_from
 

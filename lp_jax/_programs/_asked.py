@@ -81,8 +81,9 @@ class Results(NamedTuple):
 
 
 def counts_of(forward: jax.Array, adjoint: jax.Array) -> jax.Array:
-    """Count one solve by its result codes: ``(2, len(RESULTS))``."""
-    return jax.nn.one_hot(jnp.stack([forward, adjoint]), len(RESULTS), dtype=jnp.float32)
+    """Count solves by their result codes: ``(2, len(RESULTS))``."""
+    codes = jnp.stack([forward.reshape(-1), adjoint.reshape(-1)])
+    return jnp.sum(jax.nn.one_hot(codes, len(RESULTS), dtype=jnp.float32), axis=1)
 
 
 @jax.custom_vjp

@@ -19,14 +19,14 @@ from lp_jax._levels._chain import Chain, pad_slices
 from lp_jax._levels._layer import Traced
 from lp_jax._levels._result import DONE, SERIAL, if_finite
 from lp_jax._programs._adjoint import Forward, solve_adjoint
+from lp_jax._programs import _relay
 from lp_jax._programs._asked import count_ends, counts_of, report_stats
-from lp_jax._solvers._serial import propagate
+from lp_jax._programs._relay import LAYERS, Kept, Mapped, Seen
+from lp_jax._solvers._serial import no_stats, propagate
 from lp_jax._solvers._solver import Solver, Stats, iterate
 
 # the state after the last layer and aux, both differentiable; and the rest of a `Solution`
 Output = tuple[State, PyTree, tuple[Stats, CPoints]]
-# cotangents of the inexact leaves of aux, None for leaves that the loss does not see; empty if it sees none
-Seen = tuple[jax.Array | None, ...]
 Pullback = Callable[[State, Seen], tuple[Arrays, Stats]]
 
 _FORWARD_MODE = (
@@ -60,6 +60,8 @@ class Program:
     adjoint_stride: int  # the same of the adjoint solve
     zeros: bool = False  # whether both solves start from zeros
     scan: bool = False  # whether the solve is a ``lax.scan`` that JAX differentiates
+    relay: str = ""  # the steps of a relay, if layers over several workers are propagated one after another
+    mapped: Mapped | None = None  # the microbatches, if `arrays` have some
     done: int = DONE  # result code of a solve that did what was asked
 
     def ended(self, result: jax.Array) -> jax.Array:
@@ -84,7 +86,7 @@ class Program:
             out, left = self.kept.forward(arrays, keep=True)
             return out, (arrays, left, (out[0], out[1], out[2][0].result))
 
-        def bwd(residuals: tuple[Arrays, Forward, PyTree], cotangents: Output) -> tuple[Arrays]:
+        def bwd(residuals: tuple[Arrays, Forward | Kept, PyTree], cotangents: Output) -> tuple[Arrays]:
             arrays, left, (y1, aux, result) = residuals
             y1_cotangent, keep = (
                 jax.tree.map(_or_zeros, cotangents[0], y1),
@@ -119,8 +121,9 @@ class Program:
     def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
         """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
         if not self.scan:
-            out, left = self.kept.forward(arrays, keep=True)
-            return out, lambda *cotangents: self.kept.backward(arrays, left, *cotangents, keep=True)
+            own = dataclasses.replace(self, relay=self.relay and LAYERS).kept  # it returns cotangents of all layers
+            out, left = own.forward(arrays, keep=True)
+            return out, lambda *cotangents: own.backward(arrays, left, *cotangents, keep=True)
 
         def run(
             slices: Slices, y0: State, shared: PyTree
@@ -132,7 +135,7 @@ class Program:
 
         def pullback(cotangent: State, seen: Seen) -> tuple[Arrays, Stats]:
             of_aux = list(map(_or_zeros, seen or [None] * len(aux), aux))
-            return Arrays(*pull((cotangent, of_aux))), _no_stats(cotangent, self.done)
+            return Arrays(*pull((cotangent, of_aux))), no_stats(cotangent, self.done)
 
         return out, pullback
 
@@ -173,12 +176,12 @@ class Program:
         return self._jit(_scan)
 
     @functools.cached_property
-    def forward(self) -> Callable[..., tuple[Output, Forward | None]]:
-        return self._jit(_forward, static_argnames="keep")
+    def forward(self) -> Callable[..., tuple[Output, Forward | Kept | None]]:
+        return self._jit(_relay.forward if self.relay else _forward, static_argnames="keep")
 
     @functools.cached_property
     def backward(self) -> Callable[..., tuple[Arrays, Stats]]:
-        return self._jit(_backward, static_argnames="keep")
+        return self._jit(_relay.backward if self.relay else _backward, static_argnames="keep")
 
     def _jit(self, run: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         own = dataclasses.replace(self)  # in no cycle with what it has compiled
@@ -194,7 +197,7 @@ def _scan(program: Program, arrays: Arrays) -> Output:
     c_points = jax.tree.map(
         lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1
     )
-    stats = _no_stats(y1, program.done)
+    stats = no_stats(y1, program.done)
     if program.done == SERIAL:
         report_stats("forward", solver, workers.layers, stats)
     if arrays.watch is not None:
@@ -282,11 +285,6 @@ def _or_zeros(cotangent: jax.Array | SymbolicZero | None, like: jax.Array) -> ja
         if cotangent is None or isinstance(cotangent, SymbolicZero)
         else cotangent
     )
-
-
-def _no_stats(y1: State, done: int) -> Stats:
-    norms = jnp.zeros((0,), _tree.real_dtype(y1, at_least=jnp.float32))
-    return Stats(jnp.int32(0), norms, if_finite(jnp.int32(done), y1))
 
 
 def seen_of(aux: PyTree, cotangents: PyTree) -> Seen:

@@ -22,10 +22,12 @@ from lp_jax._levels._result import DONE, SERIAL
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
 from lp_jax._programs._program import Program
+from lp_jax._programs._relay import LAYERS, WHOLE
 from lp_jax._solvers._coupling import couplings, shares_weights
 from lp_jax._solvers._default import SWEEPS, Layers, choose
 from lp_jax._solvers._elementwise import places
 from lp_jax._solvers._jacobians import mean_example, own_operands
+from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Needs, Solver
 
 
@@ -68,6 +70,10 @@ def prepare(
         workers.processor.launches and program.traced.recurrent and solver.keeps_states
     )  # see `Serial`
     scan = exact and adjoint_guess is None and not contracts
+    relay = ""
+    if not exact and isinstance(solver, Serial) and isinstance(adjoint_solver, Serial):
+        if solver.keeps_states and adjoint_guess is None and not program.traced.recurrent:
+            relay = LAYERS
     counter = asked.value.counter
     watch = counter and _tree.varying(counter.counts, (arrays.slices, arrays.y0, arrays.shared))
     arrays = arrays._replace(
@@ -79,7 +85,7 @@ def prepare(
     )
     done = SERIAL if by_default and solver.exact else DONE
     zeros = start is None and guess == "zeros"
-    return dataclasses.replace(program, zeros=zeros, scan=scan, done=done), arrays
+    return dataclasses.replace(program, zeros=zeros, scan=scan, relay=relay, done=done), arrays
 
 
 def default(

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import in_chunks
@@ -11,8 +12,9 @@ from lp_jax._arrays._check import register
 from lp_jax._arrays._types import Advance, CPoints, PyTree, Stacked, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
+from lp_jax._levels._result import if_finite
 from lp_jax._levels._sweep import march_and_emit
-from lp_jax._solvers._solver import Solver, Start
+from lp_jax._solvers._solver import Solver, Start, Stats
 
 
 @register()
@@ -79,3 +81,9 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
         return _tree.scan(body, u, xs, unroll=unroll)
 
     return in_chunks(segment, chain.y0, chain.slices, checkpoint_every)
+
+
+def no_stats(y1: State, done: int) -> Stats:
+    """The stats of a solve without iterations; ``done`` is its code unless ``y1`` is not finite."""
+    norms = jnp.zeros((0,), _tree.real_dtype(y1, at_least=jnp.float32))
+    return Stats(jnp.int32(0), norms, if_finite(jnp.int32(done), y1))

@@ -219,7 +219,7 @@ class Windowed(Sweeps):
                 at = _tree.fori_loop(0, spent, again, at, unroll=unroll)
             return at.last, (at.last, at.points(inside))
 
-        def run(y0: State, _: PyTree = None, /) -> tuple[CPoints, Points]:
+        def run(y0: State) -> tuple[CPoints, Points]:
             return _tree.scan(window, y0, windows, reverse=level.reverse)[1]
 
         windows = _tree.split((level.xs, level.rhs), self.unit(level.workers.total(level.span)))

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from lp_jax._arrays import _tree
 from lp_jax._arrays._at_once import ACCELERATOR
 from lp_jax._arrays._products import cost_of, depth_of, live
-from lp_jax._arrays._types import Arrays, CPoints, Layer, PyTree, State
-from lp_jax._comms._workers import Run, Workers
+from lp_jax._arrays._types import Arrays, Layer, PyTree, Stacked, State
+from lp_jax._comms._workers import Turn, Workers, one_after_another
 from lp_jax._problem import Problem
 from lp_jax._programs._adjoint import Forward
 from lp_jax._programs._program import Output, Program
@@ -118,10 +118,12 @@ class _Counted(Workers):
     def gather(self, tree: PyTree, span: int) -> PyTree:
         return jax.tree.map(lambda x: jnp.concatenate([x] * self.active), _mark(tree, _REDUCTION))
 
-    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
-        last = functools.partial(jax.tree.map, lambda x: x[0 if reverse else -1])
-        turns = _tree.fori_loop(1, self.active, lambda _, u: self.shift(last(run(u)[0]), 1), y0)
-        return run(turns)
+    def pipeline(
+        self, turn: Turn, entries: Stacked, *, reverse: bool
+    ) -> tuple[Stacked, PyTree, PyTree]:
+        entry = jax.tree.map(lambda x: x[0], entries)
+        first = _tree.fori_loop(1, self.active, lambda _, u: self.shift(turn(u, 0)[0], 1), entry)
+        return one_after_another(turn, jax.tree.map(lambda x: x[None], first))
 
 
 def _mark(tree: PyTree, terms: int) -> PyTree:

@@ -1,0 +1,106 @@
+"""The transpose of a step in two passes: the cotangent that the step before waits for, and later the gradients.
+
+A pass backwards through the layers of several devices has to wait for cotangents only. Gradients of weights follow on all devices
+at once, as in zero-bubble pipelines (Qi, Wan, Huang, Lin, arXiv 2401.10241). The second pass computes nothing again that depends
+on cotangents: such values are passed to it, of each product the cotangent that enters it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from lp_jax._arrays._products import bind, evaluate, through_calls
+from lp_jax._arrays._types import PyTree
+
+_CALLS = "jit", "pjit", "closed_call", "checkpoint", "remat2"
+
+
+class Part(NamedTuple):
+    """Some operations of a program, as `evaluate` reads them."""
+
+    constvars: Sequence[core.Var]
+    invars: Sequence[core.Var]
+    eqns: Sequence[core.JaxprEqn]
+    outvars: Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoPasses:
+    """A function ``(lam, sources, operands) -> (lam, gradients)`` in two parts, by `in_two_passes`. All results are leaves.
+
+    Attributes:
+        late: of each gradient, whether the second pass computes it. Others need the same operations as the cotangents.
+    """
+
+    first: Part
+    second: Part
+    consts: Sequence[Any]
+    cotangents: int
+    late: tuple[bool, ...]
+
+    def back(
+        self, cotangents: PyTree, operands: PyTree
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        """Return the cotangents, the gradients that are not late, and what is passed to `gradients`."""
+        out = evaluate(self.first, self.consts, jax.tree.leaves((cotangents, operands)), bind)
+        n, early = self.cotangents, self.cotangents + self.late.count(False)
+        return out[:n], out[n:early], out[early:]
+
+    def gradients(self, given: PyTree, operands: PyTree) -> list[jax.Array]:
+        """Return the late gradients; ``given`` is what was passed, and the sources."""
+        return evaluate(self.second, self.consts, jax.tree.leaves((given, operands)), bind)
+
+
+def in_two_passes(
+    transpose: Callable[..., tuple[PyTree, PyTree]], lam: PyTree, sources: PyTree, operands: PyTree
+) -> TwoPasses:
+    """Cut a transposed step, ``transpose(lam, sources, operands)``, from the shapes of its arguments."""
+    arguments, inline = (lam, sources, operands), through_calls(bind, _CALLS)
+    calls = jax.make_jaxpr(transpose)(*arguments)
+    whole = jax.make_jaxpr(lambda *x: evaluate(calls.jaxpr, calls.consts, x, inline))(
+        *jax.tree.leaves(arguments)
+    )
+    jaxpr, count = whole.jaxpr, len(jax.tree.leaves(lam))
+    entering, gradients = jaxpr.invars[:count], jaxpr.outvars[count:]
+    follows = set(entering)
+    for eqn in jaxpr.eqns:
+        if not follows.isdisjoint(_variables(eqn.invars)):
+            follows.update(eqn.outvars)
+    waited_for = [e for e in _needed(jaxpr.eqns, jaxpr.outvars[:count]) if _in(follows, e.outvars)]
+    made = {*entering, *(v for eqn in waited_for for v in eqn.outvars)}
+    late = tuple(not _in(made, [v]) for v in gradients)
+    rest = [eqn for eqn in jaxpr.eqns if not _in(made, eqn.outvars)]
+    outs = [v for v, is_late in zip(gradients, late, strict=True) if is_late]
+    second = _needed(rest, outs)
+    read = dict.fromkeys(v for eqn in second for v in _variables(eqn.invars))
+    passed = [v for v in read if v in made]
+    early = [v for v, is_late in zip(gradients, late, strict=True) if not is_late]
+    results = [*jaxpr.outvars[:count], *early, *passed]
+    return TwoPasses(
+        Part(jaxpr.constvars, jaxpr.invars, _needed(jaxpr.eqns, results), results),
+        Part(jaxpr.constvars, [*passed, *jaxpr.invars[count:]], second, outs),
+        whole.consts,
+        count,
+        late,
+    )
+
+
+def _needed(eqns: Sequence[core.JaxprEqn], results: Sequence[Any]) -> list[core.JaxprEqn]:
+    """The operations that the results need."""
+    wanted, needed = set(_variables(results)), []
+    for eqn in reversed(eqns):
+        if not wanted.isdisjoint(eqn.outvars):
+            needed.append(eqn)
+            wanted.update(_variables(eqn.invars))
+    return needed[::-1]
+
+
+def _variables(values: Sequence[Any]) -> list[core.Var]:
+    return [v for v in values if isinstance(v, core.Var)]
+
+
+def _in(some: set[core.Var], values: Sequence[Any]) -> bool:
+    return not some.isdisjoint(_variables(values))
