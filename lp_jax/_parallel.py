@@ -122,7 +122,7 @@ def parallel(
         >>> bool(jnp.allclose(gradient, jax.grad(loss)(jnp.ones(64)), rtol=1e-2))
         True
     """
-    rules = _Rules(solver, adjoint_solver, comm, where)
+    rules = Rules(solver, adjoint_solver, comm, where)
 
     @functools.wraps(f)
     def solved(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -155,14 +155,14 @@ def scans(f: Callable[..., PyTree], **options: Any) -> Callable[..., Scans]:
 
     def found(*args: PyTree, **kwargs: PyTree) -> Scans:
         seen: list[Scan] = []
-        _Rules(**options, tell=seen.append).call(f, args, kwargs)
+        Rules(**options, tell=seen.append).call(f, args, kwargs)
         return Scans(seen)
 
     return found
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rules:
+class Rules:
     """The options of `parallel`, and the evaluation of a program by them; without ``jit`` where ``tell`` is given every scan."""
 
     solver: Solver | None = None
@@ -171,6 +171,7 @@ class _Rules:
     where: Where | None = None
     tell: Callable[[Scan], object] | None = None
     in_gradient: bool = False  # whether the program is a part of a gradient
+    strict: bool = False  # whether a scan that cannot be solved is refused
 
     def __post_init__(self) -> None:
         _inputs.comm(self.comm)
@@ -319,6 +320,11 @@ class _Rules:
         ):
             why = "its step takes the gradient of a scan, as in a loop over training steps"
             return about._replace(takes=_LEFT + why), None
+        if self.in_gradient and self.strict:
+            raise ValueError(
+                "lp_jax.pipeline got a function that takes a gradient. Take the gradient of the pipeline: "
+                "jax.grad(lambda params: lp_jax.pipeline(loss, ...)(params, batches).mean())."
+            )
         if self.in_gradient:
             warnings.warn(
                 "lp_jax.parallel got a function that takes a gradient, and leaves its scans as they are. Take the gradient of "
@@ -345,6 +351,11 @@ class _Rules:
 
     def _left(self, eqn: core.JaxprEqn, why: str, solver: Solver | None) -> str:
         """Say that a scan is left as it is; of one with scans inside, these are looked at."""
+        if self.strict:
+            raise ValueError(
+                f"lp_jax.pipeline cannot spread a scan, {_source(eqn)}: {why.rstrip('.')}. Take that out of the scan, or this "
+                "scan out of the function."
+            )
         if not _has_scan(eqn.params["jaxpr"].jaxpr.eqns):
             self._warn(f"leaves a scan as it is, {_source(eqn)}: {why.rstrip('.')}", solver)
         return _LEFT + why

@@ -13,10 +13,13 @@ from jax.sharding import AxisType, PartitionSpec
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Stacked, State, Step, Times
+from lp_jax._comms import _wire
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._levels._level import Level
 from lp_jax._programs import _inputs
+from lp_jax._programs._asked import Piping, asked
 from lp_jax._programs._program import Output, Program, seen_of
+from lp_jax._programs._relay import Mapped
 from lp_jax._programs._traced import prepare, trace
 from lp_jax._solution import Solution
 from lp_jax._solvers._solver import Solver, Stats
@@ -67,9 +70,13 @@ class Problem(_inputs.Network):
     ) -> Solution:
         """Return the `Solution`, as `lp_jax.solve` does; the arguments are the same."""
         program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
-        specs = functools.partial(_partitions, program, arrays)
         arrays = program.refuse_forward_mode(arrays)
-        y1, aux, (stats, trajectory) = self.comm.adapt(program, arrays, specs)(arrays)
+        piping = asked.value.piping
+        if piping is not None and program.relay:
+            y1, aux, (stats, trajectory) = _in_pipeline(program, arrays, piping)
+        else:
+            specs = functools.partial(_partitions, program, arrays)
+            y1, aux, (stats, trajectory) = self.comm.adapt(program, arrays, specs)(arrays)
         return Solution(
             y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux
         )
@@ -259,6 +266,25 @@ def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
     return resolved.discretize(
         program.chain(program.slots(arrays.slices), arrays.y0, arrays.shared)
     )
+
+
+def _in_pipeline(program: Program, arrays: Arrays, piping: Piping) -> Output:
+    """Solve for one microbatch, which ``jax.vmap`` over all of them makes a pipeline."""
+
+    @jax.custom_batching.custom_vmap
+    def solved(arrays: Arrays) -> Output:
+        return program(arrays)
+
+    @solved.def_vmap
+    def together(size: int, batched: list[Arrays], arrays: Arrays) -> tuple[Output, Output]:
+        flags = (tuple(jax.tree.leaves(tree)) for tree in (batched[0].slices, batched[0].shared))
+        own = dataclasses.replace(program, mapped=Mapped(*flags, piping.checkpoint))
+        with asked(asked.value._replace(piping=None)):
+            out = piping.comm.adapt(own, arrays, functools.partial(_partitions, program, arrays))(arrays)
+        return out, jax.tree.map(lambda _: True, out)
+
+    # the state of every microbatch is its own, or JAX would solve outside of the pipeline
+    return solved(arrays._replace(y0=_wire.depend(arrays.y0, piping.number)))
 
 
 def _partitions(program: Program, arrays: Arrays) -> Output:

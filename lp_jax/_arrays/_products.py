@@ -296,7 +296,7 @@ def through_calls(operation: Operation, calls: Sequence[str]) -> Operation:
     def each(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name not in calls:
             return operation(eqn, ins)
-        called = eqn.params["jaxpr"]
+        called = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
         return evaluate(getattr(called, "jaxpr", called), getattr(called, "consts", ()), ins, each)
 
     return each

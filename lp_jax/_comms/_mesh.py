@@ -306,7 +306,7 @@ class OnMesh(Workers):
             entry = _tree.where(place == 0, _tree.take(entries, number), entered)
 
             def one(carry: PyTree) -> PyTree:
-                _, out, total = carry
+                entry, out, total = carry
                 last, kept, added = turn(entry, number)
                 new = last, kept
                 if everyone:
@@ -317,7 +317,8 @@ class OnMesh(Workers):
             if everyone:
                 last, out, total = one((entry, out, total))
                 return (send(last), out, total), None
-            # a loop of one turn or none: a conditional would copy its operands, all parameters of the level
+            # A loop of one turn or none, of which nothing can be taken out: a conditional would copy its operands, all
+            # parameters of the level.
             last, out, total = _tree.fori_loop(
                 0, mine.astype(jnp.int32), lambda _, carry: one(carry), (entry, out, total)
             )

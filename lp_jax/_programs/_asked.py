@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from lp_jax._arrays._at_once import Processor
 from lp_jax._arrays._types import PyTree
+from lp_jax._comms._comm import Comm
 from lp_jax._levels._result import DONE, RESULTS, SERIAL, ranked
 from lp_jax._solvers._solver import Solver, Stats
 
@@ -43,6 +44,16 @@ def _tracing() -> bool:
     return isinstance(jnp.zeros(1), jax.core.Tracer)
 
 
+@dataclasses.dataclass(frozen=True)
+class Piping:
+    """How microbatches go through a row of workers, for the solves of one of them; compared by its key, as `ResultCounter` is."""
+
+    comm: Comm
+    number: jax.Array = dataclasses.field(compare=False)  # of the microbatch: an array that ``jax.vmap`` maps over them
+    checkpoint: bool
+    key: object
+
+
 class SolveContext(NamedTuple):
     """Replacements and reports for the solves inside the context; None leaves them as they are."""
 
@@ -53,6 +64,7 @@ class SolveContext(NamedTuple):
     processor: Processor | None = (
         None  # numbers of the devices, else those that are known of their kind
     )
+    piping: Piping | None = None  # serial solves become parts of a pipeline
 
 
 asked = jax.make_user_context(SolveContext())

@@ -41,7 +41,11 @@ def prepare(
     """Make the program and the arrays of a solve."""
     if asked.value.solvers is not None:
         (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
-    by_default, found = solver is None, None
+    by_default, found, piping = solver is None, None, asked.value.piping
+    if piping is not None and problem.comm == OneDevice():
+        problem = dataclasses.replace(problem, comm=piping.comm)
+    if piping is not None and solver is None:
+        solver = Serial()
     if solver is None:
         ((solver, adjoint_default), _), found = default(problem)
         adjoint_solver = adjoint_default if adjoint_solver is None else adjoint_solver
@@ -69,10 +73,12 @@ def prepare(
     contracts = (
         workers.processor.launches and program.traced.recurrent and solver.keeps_states
     )  # see `Serial`
-    scan = exact and adjoint_guess is None and not contracts
+    scan = exact and adjoint_guess is None and not contracts and piping is None
     relay = ""
-    if not exact and isinstance(solver, Serial) and isinstance(adjoint_solver, Serial):
-        if solver.keeps_states and adjoint_guess is None and not program.traced.recurrent:
+    if isinstance(solver, Serial) and isinstance(adjoint_solver, Serial) and adjoint_guess is None:
+        if piping is not None:
+            relay = WHOLE if piping.checkpoint else LAYERS
+        elif workers.size > 1 and solver.keeps_states and not program.traced.recurrent:
             relay = LAYERS
     counter = asked.value.counter
     watch = counter and _tree.varying(counter.counts, (arrays.slices, arrays.y0, arrays.shared))
