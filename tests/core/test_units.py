@@ -178,14 +178,17 @@ def test_no_tolerance_is_relative_to_what_overflowed(fallback):
         normed = y / jnp.sqrt((y * y).mean(-1, keepdims=True) + 1e-6)
         return y + jax.nn.gelu(normed @ layer.params[0]) @ layer.params[1]
 
-    solver = lp_jax.Newton(iterations=9, rtol=1e-3, batch_axes=1, fallback=fallback)
+    solver = lp_jax.Newton(iterations=20, rtol=1e-3, batch_axes=1, fallback=fallback)
     solution = jax.jit(lambda w: lp_jax.solve(step, w, x, solver=solver))(weights)
-    assert jnp.isinf(solution.stats.residual_norms[0])
-    told = (FELL_BACK,) if fallback else (NOT_CONVERGED, NON_FINITE)  # by how numbers are rounded
-    assert int(solution.result) in told
-    if fallback:
-        exact = lp_jax.solve(step, weights, x, solver=lp_jax.Serial()).y1
-        assert relative_error(solution.y1, exact) == 0
+    first, *later = solution.stats.residual_norms
+    assert jnp.isinf(first) and any(norm >= 0 and jnp.isfinite(norm) for norm in later)
+    exact = lp_jax.solve(step, weights, x, solver=lp_jax.Serial()).y1
+    if int(solution.result) == DONE:  # by how numbers are rounded
+        assert relative_error(solution.y1, exact) < 1e-2
+    elif fallback:
+        assert int(solution.result) == FELL_BACK and relative_error(solution.y1, exact) == 0
+    else:
+        assert int(solution.result) in (NOT_CONVERGED, NON_FINITE)
 
 
 @pytest.mark.parametrize("size", [1e-200, 1e200])
