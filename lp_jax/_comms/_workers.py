@@ -97,8 +97,8 @@ class Workers(abc.ABC):
         """Run on one worker after the other, each from the last state of the one before; ``active - 1`` messages."""
 
         def turn(entry: State, number: jax.Array | int) -> tuple[State, PyTree, PyTree]:
-            out = run(entry)
-            return jax.tree.map(lambda u: u[0 if reverse else -1], out[0]), out, None
+            out, at = run(entry), 0 if reverse else -1
+            return jax.tree.map(lambda u, y: u[at] if len(u) else y, out[0], entry), out, None
 
         _, out, _ = self.pipeline(turn, jax.tree.map(lambda x: x[None], y0), reverse=reverse)
         return jax.tree.map(lambda x: x[0], out)
