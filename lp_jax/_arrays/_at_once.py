@@ -143,6 +143,10 @@ class Processor:
         one = self.one(layer, steps=steps)
         return steps * (started + one), steps * (self.backward * started + 2 * one)
 
+    def two_passes(self, layer: Footprint) -> bool:
+        """Whether a relay forms gradients apart from cotangents: on a CPU that keeps more than JAX does, and delays small layers."""
+        return self.launches or not layer.counted or layer.flops >= _TWO_PASSES
+
     def batch(self, layer: Footprint, steps: int) -> float:
         """Seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
         starts = (layer.kernels + OF_A_SUM) * math.ceil(steps / self.at_once(layer, steps))
@@ -194,6 +198,7 @@ _CHUNK_BYTES = 2**23
 # On a CPU: most bytes of a layer for which serial propagation is unrolled, and least flops: the compiler makes one kernel of a
 # smaller loop. With products of a few rows it is not: the sums of outer products would be unrolled too, and are then slower.
 _UNROLL_BYTES = 2**13
+_TWO_PASSES = 1e6  # on a CPU: least flops of a layer of a relay whose gradient is formed in two passes
 _UNROLL_FLOPS = 256
 
 CPU = Processor(

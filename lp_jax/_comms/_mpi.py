@@ -258,11 +258,15 @@ def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
 
 
 def layer_slices(
-    num_layers: int, workers: int, solver: Unit, adjoint_solver: Unit | None = None
+    num_layers: int,
+    workers: int,
+    solver: Unit | None = None,
+    adjoint_solver: Unit | None = None,
 ) -> list[slice]:
     """Return the layers of each worker, slices of ``range(num_layers)``: as even as possible, cut between intervals only.
 
-    The last ones are empty where there are fewer steps on the coarsest level than workers. Solvers are those of `solve`.
+    The last ones are empty where there are fewer steps on the coarsest level than workers. Solvers are those of `solve`; for
+    the default, and for `pipeline`, no layers have to stay together.
 
     Example:
         >>> import lp_jax
@@ -271,7 +275,7 @@ def layer_slices(
     """
     _check.integer("num_layers", num_layers, least=1)
     _check.integer("workers", workers, least=1)
-    solvers = (solver, solver if adjoint_solver is None else adjoint_solver)
+    solvers = [each for each in (solver, adjoint_solver) if each is not None]
     return _runs(num_layers, workers, common_unit(solvers, num_layers))
 
 

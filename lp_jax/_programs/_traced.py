@@ -78,8 +78,9 @@ def prepare(
     if isinstance(solver, Serial) and isinstance(adjoint_solver, Serial) and adjoint_guess is None:
         if piping is not None:
             relay = WHOLE if piping.checkpoint else LAYERS
-        elif workers.size > 1 and solver.keeps_states and not program.traced.recurrent:
-            relay = LAYERS
+        elif workers.size > 1 and solver.keeps_states:
+            two = workers.processor.two_passes(program.traced.footprint)
+            relay = LAYERS if two else WHOLE
     counter = asked.value.counter
     watch = counter and _tree.varying(counter.counts, (arrays.slices, arrays.y0, arrays.shared))
     arrays = arrays._replace(

@@ -90,6 +90,8 @@ def _serial(at: Layers) -> tuple[float, float]:
     """Seconds of serial propagation: forward, and of the gradient."""
     relayed = (at.workers - 1) * _message(at)
     forward, backward = at.processor.serial(at.footprint, at.layers)
+    if at.processor.two_passes(at.footprint):  # half of it is the gradients, of all workers at once
+        backward *= (1 + 1 / at.workers) / 2
     return forward + relayed, backward + relayed
 
 

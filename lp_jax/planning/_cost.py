@@ -111,11 +111,13 @@ def predict(
 
 
 def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> float:
-    r"""Seconds of a training step in a pipeline: serial propagation of microbatches that follow each other.
+    r"""Seconds of a training step with `lp_jax.pipeline`.
 
-    M microbatches on P workers take :math:`(M + P - 1)` turns of :math:`\lceil N / P \rceil` layers, each with a message.
-    Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
+    M microbatches on P workers take :math:`M + P - 1` turns of :math:`\lceil N / P \rceil` layers forward, and as many for
+    cotangents, each with a message. Then each worker forms the gradients of its layers from M microbatches. Source: Huang et al.,
+    "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
     """
-    part = machine.divided(microbatches)
+    part, mine = machine.divided(microbatches), math.ceil(layers / workers)
     sent = 2 * part.message(part.state_bytes) if workers > 1 else 0.0
-    return (microbatches + workers - 1) * (math.ceil(layers / workers) * sum(part.per_layer) + sent)
+    turns = (microbatches + workers - 1) * (mine * (part.forward[0] + part.adjoint[0]) + sent)
+    return turns + microbatches * mine * part.gradient[0]

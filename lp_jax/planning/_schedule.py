@@ -200,9 +200,12 @@ def _record(solver: Solver, chain: _Chain) -> None:
 @_record.register
 def _(solver: Serial | Elementwise, chain: _Chain) -> None:
     phase = "propagation" if chain.step is None else chain.phase
-    chain = dataclasses.replace(chain, in_turn=True, phase=phase)
-    chain.evaluate(chain.layers, 1, gradient=chain.step is None)
-    chain.send(chain.workers - 1)
+    finest, later = chain.step is None, chain.kept and isinstance(solver, Serial)
+    in_turn = dataclasses.replace(chain, in_turn=True, phase=phase)
+    in_turn.evaluate(chain.layers, 1, gradient=finest and not later)
+    in_turn.send(chain.workers - 1)
+    if finest and later and chain.adjoint:  # on all workers at once
+        chain.during("gradient").add("gradient", chain.mine, 1)
 
 
 @_record.register
