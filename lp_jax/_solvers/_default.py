@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from lp_jax._arrays._at_once import OF_NEWTON, Footprint, Processor
 from lp_jax._arrays._check import register
@@ -60,15 +60,13 @@ class Fastest(Solver):
                 "tolerances are 20 times as large, and the choice depends on it, so that it cannot be traced."
             )
 
-    @property
-    def iterations(self) -> int:
-        return self.resolve(1).iterations
-
-    def resolve(self, steps: int, *, warm: bool = False) -> Solver:
+    def resolve(self, steps: int = 1, *, warm: bool = False) -> NoReturn:
         raise ValueError(
             f"{self!r} stands for solvers that are chosen for a whole network, and here a single method is wanted. Name one, "
             f"like Picard(...) or Serial(); lp_jax.planning.default(problem, solver={self!r}) returns those that it stands for."
         )
+
+    iterations = property(resolve)
 
 
 def sweeps_to(rtol: Any) -> tuple[Picard, Picard]:

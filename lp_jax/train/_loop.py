@@ -163,8 +163,9 @@ def fit(
     solvers = (solver, adjoint_solver)
     named = solver or Fastest()
     # of the default a controller sets the tolerances of sweeps, and refuses one without a tolerance
-    chooses = named.chooses and named.rtol
-    forward, adjoint = sweeps_to(named.rtol) if chooses else (named, named.for_adjoint())
+    forward, adjoint = named, named.for_adjoint()
+    if named.chooses and named.rtol:
+        forward, adjoint = sweeps_to(named.rtol)
     pair = forward, adjoint_solver or adjoint
     if controller is not None:
         state = state._replace(control=controller.begin(*pair)) if state.control is None else state
