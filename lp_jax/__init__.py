@@ -32,6 +32,7 @@ from lp_jax._solvers._coarse_step import (
     Identity as Identity,
     Rediscretize as Rediscretize,
 )
+from lp_jax._solvers._default import Fastest as Fastest
 from lp_jax._solvers._mgrit import MGRIT as MGRIT
 from lp_jax._solvers._newton import (
     Clip as Clip,

@@ -22,7 +22,7 @@ from lp_jax._comms._comm import Comm
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs, _traced
 from lp_jax._scan import refuse_stretched, scan, scanned
-from lp_jax._solvers import _default
+from lp_jax._solvers._default import Fastest, typical
 from lp_jax._solvers._solver import Solver
 
 Where = Callable[
@@ -62,6 +62,7 @@ class Scan(NamedTuple):
     takes: str = ""
     seconds: float | None = None
     scan_seconds: float = 0.0
+    sweeps: Sequence[int] = ()
 
 
 class Scans(tuple[Scan, ...]):
@@ -73,8 +74,8 @@ class Scans(tuple[Scan, ...]):
             carry = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in one.carry)
             seconds = "" if one.seconds is None else f", {1e3 * one.seconds:.3g} ms predicted"
             if one.seconds and one.scan_seconds > one.seconds:
-                assumed = " if {} sweeps forward and {} back are enough".format(*_default._TYPICAL)
-                seconds += assumed * one.takes.startswith("Picard")
+                if one.sweeps:
+                    seconds += " if {} sweeps forward and {} back are enough".format(*one.sweeps)
                 seconds += f", {1e3 * one.scan_seconds:.3g} ms for the scan"
             back = ", from the end" if one.reverse else ""
             lines.append(
@@ -103,7 +104,7 @@ def parallel(
 
     Args:
         f: any function that can be traced.
-        solver: of all scans, as for `lp_jax.scan`.
+        solver: of all scans, as for `lp_jax.scan`; None is the default, ``Fastest()``.
         adjoint_solver: as for `lp_jax.scan`.
         comm: as for `lp_jax.scan`.
         where: ``where(scan)``: whether a scan is solved, or its solver, or its two solvers; ``scan`` has the fields that `scans`
@@ -141,7 +142,8 @@ def scans(f: Callable[..., PyTree], **options: Any) -> Callable[..., Scans]:
         a step, ``name`` (its scopes), ``source`` (file, line, function), ``problem`` for `plan`, `diagnose` and `gradient_error`
         (None if it cannot be solved; its arrays have values where those of ``f`` have, outside of loops), ``takes`` (what
         `parallel` does), ``seconds`` (predicted for value and gradient, where the default decides) and ``scan_seconds`` (those of
-        the scan). Of sweeps it assumes 5 forward and 3 in the adjoint; `planning.diagnose` counts those that a problem takes.
+        the scan). Of sweeps it assumes ``sweeps``, forward and in the adjoint: 5 and 3 at the default's tolerance;
+        `planning.diagnose` counts those that a problem takes.
 
     Example:
         >>> import jax, jax.numpy as jnp, lp_jax
@@ -301,6 +303,7 @@ class Rules:
         solvers = self.solver, self.adjoint_solver
         if wanted is not True:
             solvers = wanted if isinstance(wanted, tuple) else (wanted, None)
+            _inputs.solvers(optional=True, solver=solvers[0], adjoint_solver=solvers[1])
 
         def left(why: str) -> tuple[Scan, None]:
             return about._replace(takes=self._left(eqn, why, solvers[0])), None
@@ -335,13 +338,17 @@ class Rules:
             return about._replace(takes=_LEFT + why), None
         try:
             problem = scanned(*given, comm=self.comm)
-            if solvers[0] is not None:
-                return about._replace(takes=str(solvers[0]), problem=problem), solvers
-            (taken, seconds), (program, _) = _traced.default(problem)
+            named = solvers[0] or Fastest()
+            if not named.chooses:
+                return about._replace(takes=str(named), problem=problem), solvers
+            (taken, seconds), (program, _) = _traced.default(problem, named.rtol)
         except _REFUSED as error:
             return left(_first_line(error))
         workers, layer = program.workers, program.traced.footprint
-        about = about._replace(scan_seconds=sum(workers.processor.serial(layer, workers.layers)))
+        about = about._replace(
+            scan_seconds=sum(workers.processor.serial(layer, workers.layers)),
+            sweeps=[typical(each.rtol) for each in taken if each.errors_fall_fast],
+        )
         if (
             taken[0].exact and problem.comm.size == 1 and not program.workers.processor.launches
         ):  # there it is unrolled
@@ -362,7 +369,8 @@ class Rules:
 
     def _warn(self, what: str, solver: Solver | None) -> None:
         """Warn that a solver or comm is named and not used; Python shows each text once."""
-        if self.tell is None and (solver is not None or self.comm is not None):
+        named = solver is not None and not solver.chooses
+        if self.tell is None and (named or self.comm is not None):
             warnings.warn(
                 f"lp_jax.parallel {what}. If that is meant, name no solver and no comm, or return False from where(scan).",
                 stacklevel=2,

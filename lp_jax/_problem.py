@@ -159,9 +159,10 @@ def solve(
             array of N + 1 increasing times (then ``t0`` is not used). Differentiated where it is a JAX value.
         solver: `Picard`, `MGRIT`, `Newton` or `Serial`. None is for any network: the method that is predicted to be fastest by
             the cost of a layer on the device (`planning.default` says which). Sweeps go to a tolerance of 1e-3, of the adjoint
-            to 1e-2, and may cost as much as serial propagation, which then decides.
+            to 1e-2, and may cost as much as serial propagation, which then decides. It is short for ``Fastest(rtol=1e-3)``, whose
+            ``rtol`` sets these tolerances; with None only exact methods are taken.
         adjoint_solver: the same for the adjoint system; None means the settings of ``solver`` (and a single iteration of
-            `Newton`, as that system is linear).
+            `Newton`, as that system is linear). `Fastest` chooses both, and is no adjoint solver of another one.
         guess: where the first iteration starts: "constant" (``y0`` at every point) or "zeros", unless it is a cascade
             of `MGRIT`; or states at the level-0 C-points after point 0, leaves ``(ceil(N / m), ...)``, such as
             ``Solution.trajectory`` of an earlier call. `MGRIT` then starts with a cycle.

@@ -87,7 +87,7 @@ def scan(
     try:
         problem, fixed = _as_problem(body, init, xs, length, reverse, comm)
     except _IntegersFollow:
-        if comm.size == 1 and (solver is None or solver.exact):
+        if comm.size == 1 and (solver is None or solver.chooses or solver.exact):
             return plain()
         raise
     refuse_stretched(solver, adjoint_solver)

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step, Times
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._comms._mesh import MeshComm
+from lp_jax._solvers._default import Fastest
 from lp_jax._solvers._solver import Solver
 
 
@@ -253,19 +254,25 @@ def at_once(solver: Solver, layers: int) -> None:
         )
 
 
-def solvers(*, optional: bool = False, **given: object) -> None:
-    """Refuse values that are not solvers; None only if they are not ``optional``."""
+def solvers(*, optional: bool = False, **given: Any) -> None:
+    """Refuse values that are not solvers; None only if they are not ``optional``. The default chooses both solvers, or none."""
     for name, value in given.items():
         if not (isinstance(value, Solver) or (optional and value is None)):
             hint = " Call it: MGRIT(), not MGRIT." if isinstance(value, type) else ""
             raise TypeError(
                 f"{name} must be a solver, like MGRIT(...), Picard(...), Newton(...) or Serial(); got {value!r}.{hint}"
             )
+    adjoint = given.get("adjoint_solver")
+    if adjoint is not None and adjoint.chooses and adjoint != (given.get("solver") or Fastest()):
+        raise ValueError(
+            f"adjoint_solver={adjoint!r} chooses the forward solver, too. Give solver={adjoint!r} and no adjoint_solver; or name "
+            "a solver of the adjoint system, like Picard(...)."
+        )
 
 
 def pair(solver: Solver, adjoint_solver: Solver | None) -> tuple[Solver, Solver]:
     """Return both solvers; that of the adjoint system, which is linear, has a default. Refuse others."""
     solvers(solver=solver)
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
-    solvers(adjoint_solver=adjoint_solver)
+    solvers(solver=solver, adjoint_solver=adjoint_solver)
     return solver, adjoint_solver

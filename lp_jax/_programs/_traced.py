@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from lp_jax._programs._asked import asked
 from lp_jax._programs._program import Program
 from lp_jax._programs._relay import LAYERS, WHOLE
 from lp_jax._solvers._coupling import couplings, shares_weights
-from lp_jax._solvers._default import SWEEPS, Layers, choose
+from lp_jax._solvers._default import SWEEPS, Fastest, Layers, choose
 from lp_jax._solvers._elementwise import places
 from lp_jax._solvers._jacobians import mean_example, own_operands
 from lp_jax._solvers._serial import Serial
@@ -41,14 +42,16 @@ def prepare(
     """Make the program and the arrays of a solve."""
     if asked.value.solvers is not None:
         (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
-    by_default, found, piping = solver is None, None, asked.value.piping
-    if piping is not None and problem.comm == OneDevice():
-        problem = dataclasses.replace(problem, comm=piping.comm)
-    if piping is not None and solver is None:
-        solver = Serial()
-    if solver is None:
-        ((solver, adjoint_default), _), found = default(problem)
-        adjoint_solver = adjoint_default if adjoint_solver is None else adjoint_solver
+    _inputs.solvers(optional=True, solver=solver, adjoint_solver=adjoint_solver)
+    solver = named = solver or Fastest()
+    found, piping = None, asked.value.piping
+    if piping is not None:
+        where = piping.comm if problem.comm == OneDevice() else problem.comm
+        problem = dataclasses.replace(problem, comm=where)
+        solver = Serial() if named.chooses else named
+    elif named.chooses:
+        ((solver, adjoint_default), _), found = default(problem, named.rtol)
+        adjoint_solver = adjoint_default if adjoint_solver in (None, named) else adjoint_solver
     pair = _inputs.pair(solver, adjoint_solver)
     program, arrays = (found and _reused(*found, pair)) or trace(problem, pair)
     workers, layers, rows, start = (
@@ -90,15 +93,15 @@ def prepare(
         adjoint_guess=adjoint_guess,
         watch=watch,
     )
-    done = SERIAL if by_default and solver.exact else DONE
+    done = SERIAL if named.chooses and solver.exact else DONE
     zeros = start is None and guess == "zeros"
     return dataclasses.replace(program, zeros=zeros, scan=scan, relay=relay, done=done), arrays
 
 
 def default(
-    problem: _inputs.Network,
+    problem: _inputs.Network, rtol: Any
 ) -> tuple[tuple[tuple[Solver, Solver], float], tuple[Program, Arrays]]:
-    """The solvers that stand for None and their seconds; and the program and arrays from which a layer's cost was read."""
+    """The solvers that `Fastest` stands for and their seconds; and the program and arrays from which a layer's cost was read."""
     program, arrays = trace(problem, SWEEPS)
     workers, y, x = program.workers, arrays.y0, _tree.entry_like(arrays.slices)
     examples, in_place, numbers = 0, 0, sum(leaf.size for leaf in jax.tree.leaves(y))
@@ -119,7 +122,7 @@ def default(
         in_place=in_place,
         places=places(*layer) if workers.processor.kernel_step and workers.size == 1 else 0,
     )
-    return choose(at), (program, arrays)
+    return choose(at, rtol), (program, arrays)
 
 
 def _reused(

@@ -1,10 +1,11 @@
-"""The solvers that stand for None: the fastest pair by the cost of a layer, read from its program, and a device's times."""
+"""`Fastest`, the default: the fastest pair by the cost of a layer, read from its program, and a device's times."""
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from lp_jax._arrays._at_once import OF_NEWTON, Footprint, Processor
+from lp_jax._arrays._check import register
 from lp_jax._solvers._coarse_step import Identity
 from lp_jax._solvers._elementwise import Elementwise, intervals
 from lp_jax._solvers._mgrit import MGRIT
@@ -17,10 +18,73 @@ Pair = tuple[Solver, Solver]
 """A forward and an adjoint solver."""
 
 SERIAL: Pair = Serial(), Serial()
-SWEEPS = Picard(sweeps=32, rtol=1e-3, fallback=True), Picard(sweeps=32, rtol=1e-2, fallback=True)
-"""Sweeps to a tolerance, and serial propagation where they do not meet it: gradient errors below 1e-2."""
 
-_TYPICAL = 5, 3  # sweeps to these tolerances on networks near an ODE, forward and adjoint
+
+@register()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fastest(Solver):
+    """The default: the solvers that are predicted to be fastest for a network and a device; ``solver=None`` is its short form.
+
+    They are chosen when a solve is traced, forward and adjoint, by the cost of a layer; `planning.default` says which.
+
+    Args:
+        rtol: tolerance of sweeps and of Newton's method, where these are chosen; that of the adjoint's sweeps is ten times as
+            large, that of Newton's method with shared Jacobians twenty times. A tighter one takes more iterations, so that they
+            pay less often. None takes exact methods only, so that numbers depend on the device by rounding only. The choice
+            depends on it: it is a Python number, and another one compiles again.
+
+    Raises:
+        ValueError: for an ``rtol`` that is not between 0 and 0.05; and where a single method is wanted: as a part of another
+            solver, as an ``adjoint_solver`` by itself, for a hierarchy.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lp_jax
+        >>> from lp_jax import planning
+        >>> step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)
+        >>> problem = lp_jax.Problem(step, jax.ShapeDtypeStruct((512, 64, 64), "float32"), jnp.zeros((32, 64), "float32"))
+        >>> with planning.assume("H200"):
+        ...     for solver in (lp_jax.Fastest(), lp_jax.Fastest(rtol=None)):
+        ...         print(solver, "takes", type(planning.default(problem, solver=solver).solver).__name__)
+        Fastest(rtol=0.001) takes Picard
+        Fastest(rtol=None) takes Serial
+    """
+
+    rtol: float | None = 1e-3
+    chooses = True
+
+    def __post_init__(self) -> None:
+        rtol = self.rtol
+        if rtol is not None and not (isinstance(rtol, float) and 0 < rtol < 0.05):
+            raise ValueError(
+                f"rtol of Fastest must be a float between 0 and 0.05, or None for exact methods only; got {rtol!r}. Some of the "
+                "tolerances are 20 times as large, and the choice depends on it, so that it cannot be traced."
+            )
+
+    def resolve(self, steps: int = 1, *, warm: bool = False) -> NoReturn:
+        raise ValueError(
+            f"{self!r} stands for solvers that are chosen for a whole network, and here a single method is wanted. Name one, "
+            f"like Picard(...) or Serial(); lp_jax.planning.default(problem, solver={self!r}) returns those that it stands for."
+        )
+
+    iterations = keeps_states = property(resolve)
+
+
+def sweeps_to(rtol: Any) -> tuple[Picard, Picard]:
+    """Sweeps to a tolerance, and serial propagation where they do not meet it: gradient errors below ten times ``rtol``."""
+    forward = Picard(sweeps=32, rtol=rtol, fallback=True)
+    return forward, dataclasses.replace(forward, rtol=10 * rtol)
+
+
+def typical(rtol: Any) -> int:
+    """Number of sweeps to a tolerance on networks near an ODE, where s sweeps leave an error of ``(L T)^(s + 1) / (s + 1)!``.
+
+    So it is for y' = L y. With L T = 2/3 it is 5 at 1e-3 and 3 at 1e-2, as was measured.
+    """
+    return 1 + sum(_LT**s / math.factorial(s) > rtol for s in range(2, 33))
+
+
+SWEEPS = sweeps_to(1e-3)
+_LT = 2 / 3  # Lipschitz constant of the layers times the time of the network
 _LAST = 3  # sweeps that a solve makes besides: the last evaluations, the gradient
 _GAIN = 0.55  # most of the time of serial propagation that another pair may be predicted to take
 _EXACT_GAIN = 0.9  # the same for exact pairs on devices that share no cores, as accelerators do not
@@ -55,11 +119,11 @@ class Layers(NamedTuple):
     )
 
 
-def choose(layers: Layers) -> tuple[Pair, float]:
+def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
     """Return the pair that is predicted to be fastest, and its seconds of value and gradient.
 
     Serial propagation, unless another pair is predicted to take at most 0.55 of its time, and to save more than its longer
-    compilation costs. Sweeps get a budget: they
+    compilation costs. Without an ``rtol`` only exact methods are compared. Sweeps get a budget: they
     may cost as much as serial propagation, so that on a network on which they fail they at most double its time.
     """
     forward, backward = _serial(layers)
@@ -67,15 +131,15 @@ def choose(layers: Layers) -> tuple[Pair, float]:
     if not layers.footprint.counted:
         return SERIAL, serial
     options = [
-        (_GAIN, *_newton(layers)),
         (_EXACT_GAIN if layers.processor.launches else _GAIN, *_intervals(layers)),
+        (_GAIN, *_kernel(layers)),
     ]
-    options.append((_GAIN, *_kernel(layers)))
-    moving = (
-        layers.recurrent and layers.driven
-    )  # their states move as far in a step as they are large: sweeps fail
-    if not moving and not layers.places:  # a kernel is exact, and moves fewer bytes
-        options.append((_GAIN, *_sweeps(layers)))
+    if rtol is not None:
+        options.append((_GAIN, *_newton(layers, rtol)))
+        # states of driven networks move as far in a step as they are large: sweeps fail
+        moving = layers.recurrent and layers.driven
+        if not moving and not layers.places:  # a kernel is exact, and moves fewer bytes
+            options.append((_GAIN, *_sweeps(layers, rtol)))
     compiled = serial - _COMPILING * layers.footprint.operations
     faster = [
         (seconds, pair)
@@ -99,20 +163,21 @@ def _message(at: Layers) -> float:
     return at.processor.latency + at.state / at.processor.bandwidth
 
 
-def _sweeps(at: Layers) -> tuple[float, Pair]:
+def _sweeps(at: Layers, rtol: float) -> tuple[float, Pair]:
     """Sweeps over all layers, as many as cost what serial propagation costs."""
     mine = math.ceil(at.layers / at.workers)
     messages = 0 if at.workers == 1 else 2 + (at.workers - 1).bit_length()
     one = at.processor.batch(at.footprint, mine) + messages * _message(at)
-    typical = [min(sweeps, at.layers) for sweeps in _TYPICAL]
+    swept = sweeps_to(rtol)
+    expected = [min(typical(s.rtol), at.layers) for s in swept]
     budget = int(min(sum(_serial(at)) / one, 1000)) - _LAST
-    shares = [budget * sweeps // sum(typical) for sweeps in typical]
-    if any(share < sweeps for share, sweeps in zip(shares, typical, strict=True)):
+    shares = [budget * sweeps // sum(expected) for sweeps in expected]
+    if any(share < sweeps for share, sweeps in zip(shares, expected, strict=True)):
         return math.inf, SERIAL
     forward, backward = (
-        dataclasses.replace(s, sweeps=min(s.sweeps, n)) for s, n in zip(SWEEPS, shares, strict=True)
+        dataclasses.replace(s, sweeps=min(s.sweeps, n)) for s, n in zip(swept, shares, strict=True)
     )
-    return one * (sum(typical) + _LAST), (forward, backward)
+    return one * (sum(expected) + _LAST), (forward, backward)
 
 
 def _intervals(at: Layers) -> tuple[float, Pair]:
@@ -142,8 +207,12 @@ def _kernel(at: Layers) -> tuple[float, Pair]:
     )
 
 
-def _newton(at: Layers) -> tuple[float, Pair]:
-    """Newton's method on a recurrent network with a small state, on a device that a layer does not fill."""
+def _newton(at: Layers, rtol: float) -> tuple[float, Pair]:
+    """Newton's method on a recurrent network with a small state, on a device that a layer does not fill.
+
+    Iterations are in proportion to the digits of the tolerance, as where errors fall by a factor: with shared Jacobians they do,
+    with others fewer are enough.
+    """
     if not (
         at.recurrent
         and at.examples
@@ -153,11 +222,11 @@ def _newton(at: Layers) -> tuple[float, Pair]:
     ):
         return math.inf, SERIAL
     d, p = at.numbers, at.processor
-    solver = Newton(iterations=_ITERATIONS, batch_axes=1, rtol=1e-3, fallback=True)
+    solver = Newton(iterations=_ITERATIONS, batch_axes=1, rtol=rtol, fallback=True)
     kinds = {
         "full": (dataclasses.replace(solver, relaxations=_RELAXATIONS), at.examples, d, (5, 1)),
         "shared": (
-            dataclasses.replace(solver, jacobian="shared", iterations=16, rtol=2e-2),
+            dataclasses.replace(solver, jacobian="shared", iterations=16, rtol=20 * rtol),
             1,
             d,
             (5, 5),
@@ -174,7 +243,7 @@ def _newton(at: Layers) -> tuple[float, Pair]:
             )
         }
     options = []
-    for forward, matrices, columns, typical in kinds.values():
+    for forward, matrices, columns, counts in kinds.values():
         evaluated = (
             min(matrices, at.examples)
             / at.examples
@@ -183,5 +252,6 @@ def _newton(at: Layers) -> tuple[float, Pair]:
         )
         each = p.launch * OF_NEWTON + at.layers * (evaluated + p.jacobians(matrices, columns))
         relaxed = forward.relaxations * p.batch(at.footprint, at.layers)
-        options.append((sum(typical) * each + relaxed, (forward, forward.for_adjoint())))
+        iterations = sum(counts) * math.log(rtol, 1e-3)
+        options.append((iterations * each + relaxed, (forward, forward.for_adjoint())))
     return min(options, key=lambda option: option[0])

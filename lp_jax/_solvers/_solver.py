@@ -87,6 +87,7 @@ class Solver(CoarseStep):
         compares_changes: whether ``rtol`` is compared with changes of the states, as residuals add up along the chain.
         recovers: whether iterations continue after a state that is not finite.
         errors_fall_fast: whether errors fall like ``(L T)^s / s!``, so that two of them foretell the last one.
+        chooses: whether it stands for solvers that are chosen when a network is traced, as `Fastest` does.
     """
 
     rtol: float | jax.Array | None = None
@@ -98,6 +99,7 @@ class Solver(CoarseStep):
     compares_changes: bool = False
     recovers: bool = False
     errors_fall_fast: bool = False
+    chooses: bool = False
 
     @property
     @abc.abstractmethod

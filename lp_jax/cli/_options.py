@@ -341,6 +341,11 @@ def solvers(options: argparse.Namespace, model: Model) -> Pair:
                 "--solver auto chooses the adjoint solver, too; leave out --adjoint_... options."
             )
         return model.solvers
+    if solver is not None and solver.chooses:
+        raise UsageError(
+            "--solver Fastest chooses solvers as the network is traced, and the table of a training counts the work of named "
+            "ones. --solver auto takes those that lp-jax plan recommends."
+        )
     forward, adjoint = model.solvers if solver is None else (solver, solver.for_adjoint())
     if solver is None and options.method == "one-shot":
         # a line search with two sweeps leaves states from which one sweep is enough for a gradient

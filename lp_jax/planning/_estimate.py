@@ -11,6 +11,7 @@ from lp_jax._arrays._at_once import OF_A_SUM, OF_NEWTON, Processor, named
 from lp_jax._problem import Problem
 from lp_jax._programs import _traced
 from lp_jax._programs._asked import asked
+from lp_jax._solvers._default import Fastest
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._machine import Machine
@@ -100,8 +101,8 @@ class Default(NamedTuple):
     seconds: float
 
 
-def default(problem: Problem) -> Default:
-    """Return the solvers that ``solver=None`` stands for, from shapes only. Within `assume`, for another device.
+def default(problem: Problem, *, solver: Solver = Fastest()) -> Default:
+    """Return the solvers that a `Fastest`, or ``solver=None``, stands for, from shapes only. Within `assume`, for another device.
 
     Example:
         >>> import jax, jax.numpy as jnp, lp_jax
@@ -112,7 +113,9 @@ def default(problem: Problem) -> Default:
         ...     planning.default(problem).solver.sweeps
         32
     """
-    pair, seconds = _of_shapes(lambda problem: _traced.default(problem)[0], problem)
+    if not solver.chooses:
+        raise TypeError(f"planning.default tells what Fastest(...) chooses; got solver={solver!r}.")
+    pair, seconds = _of_shapes(lambda problem: _traced.default(problem, solver.rtol)[0], problem)
     return Default(*pair, seconds)
 
 

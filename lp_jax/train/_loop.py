@@ -16,7 +16,7 @@ import jax
 from lp_jax import Solver
 from lp_jax._arrays import _check
 from lp_jax._programs import _inputs
-from lp_jax._solvers._default import SWEEPS
+from lp_jax._solvers._default import Fastest, sweeps_to
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._controller import Controller
 from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message
@@ -161,7 +161,11 @@ def fit(
 
     record = _Recorder(log, meter, steps_per_epoch, checkpoints, batch_of, log.rows if done else [])
     solvers = (solver, adjoint_solver)
-    forward, adjoint = SWEEPS if solver is None else (solver, solver.for_adjoint())
+    named = solver or Fastest()
+    # of the default a controller sets the tolerances of sweeps, and refuses one without a tolerance
+    forward, adjoint = named, named.for_adjoint()
+    if named.chooses and named.rtol:
+        forward, adjoint = sweeps_to(named.rtol)
     pair = forward, adjoint_solver or adjoint
     if controller is not None:
         state = state._replace(control=controller.begin(*pair)) if state.control is None else state

@@ -273,6 +273,7 @@ WRONG = {
     "--solver MGRIT --solver.coarsest Picard --solver.coarsest.sweeps a": "--solver.coarsest.sweeps: Expected a whole number",
     "--solver MGRIT --solver.coarse_step Nobody": "--solver.coarse_step: there is no class Nobody",
     "--solver nowhere.Solver": "No module named 'nowhere'",
+    "--solver Fastest": "--solver auto takes those that lp-jax plan recommends",
     "--solver auto --adjoint_iterations 2": "--solver auto chooses the adjoint solver, too",
     "--adjoint_iterations 0": "--adjoint_iterations: 0 is not above 0",
     "--layers 8 --method nested --depths [3,8]": "each a multiple of the one before",

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from networks import mesh
+from networks import dense_classifier, mesh
 
 import lp_jax
 from lp_jax import planning
 from lp_jax._arrays._at_once import CPU, Footprint, processor
 from lp_jax._levels import _result
 from lp_jax._programs import _asked
-from lp_jax._solvers._default import SERIAL, SWEEPS, Layers, choose
+from lp_jax._solvers._default import SERIAL, SWEEPS, Layers, choose, typical
 
 H200 = processor("gpu", "NVIDIA H200")
 
@@ -483,3 +483,194 @@ def test_a_loop_hears_of_a_fallback_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _asked.Results(jnp.int32(_result.DONE), jnp.int32(_result.SERIAL)).warn()
+
+
+NAMED = {
+    "dense": dense(64, 1024, 64),
+    "gru": gru(16, 1024, 64),
+    "elementwise": average(0.01),
+    "serial": dense(64, 8, 16),
+}
+
+
+def named(network, **solver):
+    with planning.assume(H200):
+        return planning.default(lp_jax.scanned(*network), **solver)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_default_has_a_name(name):
+    """`Fastest()` chooses what None does, without a tolerance exact methods, and with another one the same to that one."""
+    pair = named(NAMED[name])
+    assert named(NAMED[name], solver=lp_jax.Fastest()) == pair
+    exact = named(NAMED[name], solver=lp_jax.Fastest(rtol=None))
+    assert not any(each.has_tolerance for each in exact[:2])
+    assert exact[:2] == (pair[:2] if name in ("elementwise", "serial") else SERIAL)
+    tight = named(NAMED[name], solver=lp_jax.Fastest(rtol=1e-5))
+    assert [type(each) for each in tight[:2]] == [type(each) for each in pair[:2]]
+    iterated = name in ("dense", "gru")
+    assert (tight.seconds > pair.seconds) == iterated
+    for before, after in zip(pair[:2], tight[:2], strict=True):
+        assert after.rtol is None or after.rtol == pytest.approx(before.rtol / 100, rel=1e-14)
+        assert (after.rtol is not None) == iterated
+
+
+def test_workers_take_exact_methods_where_no_tolerance_is_allowed():
+    thin, filling = (
+        Footprint(10**3, 10**3, 1e4, kernels=3),
+        Footprint(10**6, 10**6, 1e12, kernels=3),
+    )
+    at = Layers(thin, 1024, 2, H200, state=10**3, examples=0, numbers=10, recurrent=False)
+    assert choose(at)[0][0].has_tolerance
+    forward, adjoint = choose(at, rtol=None)[0]  # an interval each
+    assert forward == adjoint and (forward.coarsening, forward.iterations) == (512, 2)
+    assert not forward.has_tolerance and forward.coarse_step == lp_jax.Identity()
+    at = at._replace(footprint=filling, layers=64)
+    assert choose(at, rtol=None) == choose(at) and choose(at)[0] != SERIAL
+
+
+def test_a_tighter_tolerance_takes_more_sweeps():
+    assert [typical(10.0**-digits) for digits in (2, 3, 5, 8)] == [3, 5, 7, 9]
+    assert repr(lp_jax.Fastest()) == "Fastest(rtol=0.001)"
+    assert repr(lp_jax.Fastest(rtol=None)) == "Fastest(rtol=None)"
+
+
+def of_scan(weights, solver, comm=None):
+    body, init, _ = dense(8, 1024, 4)
+    return jnp.sum(lp_jax.scan(body, init, weights, solver=solver, comm=comm)[0] ** 2)
+
+
+def of_parallel(weights, solver):
+    body, init, _ = dense(8, 1024, 4)
+    function = lambda w: jnp.sum(jax.lax.scan(body, init, w)[0] ** 2)  # noqa: E731
+    return lp_jax.parallel(function, solver=solver)(weights)
+
+
+def of_solve_vjp(weights, solver):
+    """The gradient itself."""
+    body, init, _ = dense(8, 1024, 4)
+    solution, pullback = lp_jax.scanned(body, init, weights).solve_vjp(solver=solver)
+    return pullback(2 * solution.y1)[0].params
+
+
+def of_modules(weights, solver):
+    trunk = dense_classifier(1024, t1=1.0, dtype=jnp.float32, solver=solver).trunk
+    trunk.layers.inner.kernel[...] = weights[:, :5, :5]
+    return jnp.sum(trunk(normal(1, 4, 5)) ** 2)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [of_scan, of_parallel, of_solve_vjp, of_modules, functools.partial(of_scan, comm=mesh(4))],
+    ids=["scan", "parallel", "solve_vjp", "LayerParallel", "mesh"],
+)
+def test_the_name_is_taken_wherever_none_is(loss):
+    """Sweeps are chosen: a looser tolerance gives another gradient, a tighter one a closer one; without one it is exact."""
+    weights = (
+        normal(5, 1, 8, 8) / 2 + 0.1 * dense(8, 1024, 4)[2]
+    )  # nearly the same in all layers: L T is about 2
+    gradient = loss if loss is of_solve_vjp else jax.grad(loss)
+    gradient = jax.jit(gradient, static_argnums=1)
+
+    def error(solver):
+        with planning.assume(H200):
+            found = gradient(weights, solver)
+        return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
+
+    exact = gradient(weights, lp_jax.Serial())
+    assert error(None) == error(lp_jax.Fastest()) > 1e-5
+    assert error(lp_jax.Fastest(rtol=None)) < 1e-6
+    assert error(lp_jax.Fastest(rtol=1e-5)) < min(1e-4, 0.3 * error(None))
+
+
+def test_the_name_within_a_jitted_function_is_structure():
+    """As an argument; another tolerance is another program."""
+    problem = lp_jax.scanned(*dense(8, 64, 4))
+    traced = []
+
+    @jax.jit
+    def last(init, solver):
+        traced.append(solver)
+        return problem.replace(y0=init).solve(solver=solver).y1
+
+    for rtol in (1e-3, 1e-3, 1e-5):
+        last(problem.y0, lp_jax.Fastest(rtol=rtol))
+    assert traced == [lp_jax.Fastest(), lp_jax.Fastest(rtol=1e-5)]
+    assert jax.tree.leaves(lp_jax.Fastest()) == []
+
+
+def test_errors_are_compared_by_the_name():
+    xs = dense(8, 12, 4)[2]
+    found = lp_jax.compare(of_scan, [lp_jax.Fastest(), lp_jax.Fastest(rtol=None)])
+    errors = found(
+        xs, lp_jax.Picard(sweeps=1)
+    )  # which they replace; on this machine nothing is faster
+    assert list(errors) == ["Fastest()", "Fastest(rtol=None)"]
+    assert all(
+        each.relative == 0 and "nothing is predicted" in str(each) for each in errors.values()
+    )
+
+
+def test_parallel_leaves_a_scan_by_the_name_without_a_word():
+    """As by None: nothing is faster; a step with side effects; integers that follow from the state."""
+    body, init, xs = dense(8, 12, 2)
+
+    def f(xs):
+        return jax.lax.scan(lambda y, x: (jax.debug.print("") or body(y, x)[0], None), init, xs)[0]
+
+    plain = lambda xs: jax.lax.scan(body, init, xs)[0]  # noqa: E731
+    fastest = lp_jax.Fastest(rtol=None)
+    assert lp_jax.scans(plain, solver=fastest)(xs)[0].takes.endswith("nothing is faster")
+    assert lp_jax.scans(plain, where=lambda _: fastest)(xs)[0].takes.endswith("nothing is faster")
+    with planning.assume(H200):
+        (swept,) = lp_jax.scans(plain, solver=lp_jax.Fastest(rtol=1e-5))(dense(8, 64, 2)[2])
+    assert "rtol=1e-05" in swept.takes and swept.sweeps == [7, 6]
+    for function in (plain, f):  # a warning is an error here
+        np.testing.assert_array_equal(lp_jax.parallel(function, solver=fastest)(xs), plain(xs))
+    counted = lambda carry, x: ((body(carry[0], x)[0], carry[1] + jnp.int32(carry[0][0, 0])), None)  # noqa: E731
+    start = (init, jnp.int32(0))
+    got, wanted = lp_jax.scan(counted, start, xs, solver=fastest), jax.lax.scan(counted, start, xs)
+    np.testing.assert_array_equal(got[0][0], wanted[0][0])
+
+
+FASTEST = lp_jax.Fastest(rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (
+            lambda p: p.solve(solver=lp_jax.Picard(), adjoint_solver=FASTEST),
+            "the forward solver, too",
+        ),
+        (lambda p: p.solve(adjoint_solver=FASTEST), "the forward solver, too"),
+        (
+            lambda p: p.solve(solver=lp_jax.Fastest(), adjoint_solver=FASTEST),
+            "the forward solver, too",
+        ),
+        (lambda p: lp_jax.parallel(lambda x: x, adjoint_solver=FASTEST), "the forward solver, too"),
+        (lambda p: p.solve(solver=lp_jax.MGRIT(coarsest=FASTEST)), "a single method is wanted"),
+        (
+            lambda p: p.solve(solver=lp_jax.MGRIT(coarse_step=lp_jax.Fastest(rtol=None))),
+            "a single method is wanted",
+        ),
+        (lambda p: lp_jax.multigrid.hierarchy(p, FASTEST), "a single method is wanted"),
+        (lambda p: planning.training_step(FASTEST, FASTEST, 16), "a single method is wanted"),
+        (lambda p: planning.with_effort(FASTEST, 3), "a single method is wanted"),
+        (lambda p: planning.held(FASTEST, None, 16, 1), "a single method is wanted"),
+        (lambda p: planning.default(p, solver=lp_jax.Picard()), "what Fastest"),
+        (lambda p: lp_jax.Fastest(rtol=0.1), "a float between 0 and 0.05"),
+        (lambda p: lp_jax.Fastest(rtol=jnp.float32(1e-3)), "a float between 0 and 0.05"),
+    ],
+)
+def test_the_name_is_refused_where_one_method_is_wanted(use, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        use(lp_jax.scanned(*dense(8, 16, 4)))
+
+
+def test_the_name_may_stand_in_both_places():
+    problem = lp_jax.scanned(*dense(8, 16, 4))
+    twice = problem.solve(solver=FASTEST, adjoint_solver=FASTEST)
+    mixed = problem.solve(solver=FASTEST, adjoint_solver=lp_jax.Picard(sweeps=2))
+    np.testing.assert_array_equal(twice.y1, mixed.y1)
+    assert lp_jax.layer_slices(5, 2, FASTEST) == lp_jax.layer_slices(5, 2, lp_jax.Serial())

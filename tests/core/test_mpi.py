@@ -19,7 +19,7 @@ SCRIPT = launch.HERE / "ranks_solve.py"
 
 
 JOBS = {
-    "2 ranks": (2, "solvers=windows,secant", "outputs", "one_shot", "disagree", "wires", "examples",
+    "2 ranks": (2, "solvers=windows,secant", "outputs", "fastest", "one_shot", "disagree", "wires", "examples",
                 "modules", "depths", "refused"),
     "3 ranks": (3, "solvers=3 levels,falls back", "small=mixed,complex", "messages", "spline", "transforms"),
     "4 ranks": (4, "grid=2"),

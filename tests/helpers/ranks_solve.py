@@ -290,6 +290,32 @@ def outputs():
 
 
 @case
+def fastest(_=None):
+    """What the default takes by its name, on accelerators: sweeps to a tolerance as without a name, or exact methods."""
+    n, width = 1024, 8
+    draw = np.random.default_rng(0).normal
+    weights, y0 = draw(size=(1, width, width)) / 2, jnp.asarray(draw(size=(4, width)))
+    weights = weights + 0.05 * draw(size=(n, width, width))
+    run = mine(n, lp_jax.Fastest())
+
+    def loss(weights, solver, comm):
+        step = lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params)  # noqa: E731
+        return jnp.sum(lp_jax.solve(step, weights, y0, solver=solver, comm=comm).y1 ** 2)
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=(1, 2))
+    exact = on_one_device(lambda _: gradient(jnp.asarray(weights), lp_jax.Serial(), None))[""][run]
+
+    def error(solver):
+        with lp_jax.planning.assume("H200"):
+            found = gradient(cut(weights, run), solver, COMM)
+        return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+    assert error(None) == error(lp_jax.Fastest()) > 1e-5
+    assert error(lp_jax.Fastest(rtol=1e-5)) < min(1e-4, 0.3 * error(None))
+    assert error(lp_jax.Fastest(rtol=None)) < 1e-12
+
+
+@case
 @jax.numpy_dtype_promotion("standard")  # optax's Adam
 @jax.numpy_rank_promotion("allow")
 def depths(_=None):

@@ -128,6 +128,22 @@ def test_training_stays_within_the_bound_compiles_once_and_goes_on_after_a_break
     assert [row["step"] for row in log.of("control")] == [1, 7, 9, 13, 19]
 
 
+def test_it_sets_the_tolerances_of_the_default_by_its_name():
+    """Those of sweeps, as where no solver is named. Exact methods have none."""
+
+    def run(**solvers):
+        state = train.init_state(jax.tree.map(jnp.copy, PARAMS), OPTIMIZER)
+        controller = train.Controller(loss_fn, bound=1e-3, of="gradient")
+        options = {"steps_per_epoch": 5, "epochs": 2, "controller": controller}
+        return train.fit(STEP_FN, state, batches, **options, **solvers)[1].of("control")
+
+    fastest = lp_jax.Fastest()
+    rows = run()
+    assert len(rows) == 2 and rows == run(solver=fastest)
+    with pytest.raises(ValueError, match=r"sets solver\.rtol, and this Fastest has none"):
+        run(solver=lp_jax.Fastest(rtol=None))
+
+
 def test_senseless_settings_are_refused():
     for options in (
         {"bound": 0.0},
