@@ -54,12 +54,15 @@ class Piping:
     key: object
 
 
+# ``report(direction, solver, layers)`` returns a function that is called on the host with the stats of a solve
+Report = Callable[[str, Solver, int], Callable[[Stats], None]]
+
+
 class SolveContext(NamedTuple):
     """Replacements and reports for the solves inside the context; None leaves them as they are."""
 
     solvers: tuple[Solver, Solver | None] | None = None  # forward and adjoint, of all solves
-    # ``report(direction, solver, layers)`` returns a function that is called on the host with the stats of a solve
-    report: Callable[[str, Solver, int], Callable[[Stats], None]] | None = None
+    report: Report | None = None
     counter: ResultCounter | None = None  # counts the solves that are differentiated
     processor: Processor | None = (
         None  # numbers of the devices, else those that are known of their kind

@@ -48,7 +48,8 @@ def prepare(
     if piping is not None:
         where = piping.comm if problem.comm == OneDevice() else problem.comm
         problem = dataclasses.replace(problem, comm=where)
-        solver = Serial() if named.chooses else named
+        if named.chooses:
+            solver = adjoint_solver = Serial()
     elif named.chooses:
         ((solver, adjoint_default), _), found = default(problem, named.rtol)
         adjoint_solver = adjoint_default if adjoint_solver in (None, named) else adjoint_solver

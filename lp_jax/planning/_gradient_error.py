@@ -13,7 +13,7 @@ import numpy as np
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree
 from lp_jax._levels._result import RESULTS, SERIAL, ranked
-from lp_jax._programs._asked import SolveContext, asked
+from lp_jax._programs._asked import Report, asked
 from lp_jax._solvers._default import Pair
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
@@ -151,28 +151,28 @@ def compare(
     )
     pairs = {name: None if pair is None else as_pair(pair) for name, pair in named.items()}
 
-    def compiled(what: SolveContext) -> Callable[..., PyTree]:
+    def compiled(solvers: Pair | None, report: Report | None = None) -> Callable[..., PyTree]:
         gradient = jax.jit(jax.grad(loss, argnums, has_aux))
 
         def call(*args: PyTree) -> PyTree:
-            with asked(what):
+            with asked(asked.value._replace(solvers=solvers, report=report)):
                 out = gradient(*args)
             return out[0] if has_aux else out
 
         return call
 
     def measure(*args: PyTree) -> dict[str, GradientErrors]:
-        exact = compiled(SolveContext((Serial(), Serial())))
+        exact = compiled((Serial(), Serial()))
         wanted = jax.device_get(exact(*args))
         errors = {}
         for name, pair in pairs.items():
-            gradient = compiled(SolveContext(pair))
+            gradient = compiled(pair)
             reports = list[tuple[str, Solver, int, Stats]]()
             got = jax.device_get(gradient(*args))
-            listening = SolveContext(
+            listening = compiled(
                 pair, lambda *solve, to=reports: lambda stats: to.append((*solve, stats))
             )
-            jax.block_until_ready(compiled(listening)(*args))
+            jax.block_until_ready(listening(*args))
             jax.effects_barrier()
             calls = [functools.partial(program, *args) for program in (gradient, exact)]
             spent = seconds(calls, samples=_SAMPLES, repeats=1)
