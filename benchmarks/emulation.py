@@ -287,7 +287,9 @@ def build(name: str, place: Place, layers: int, machine: planning.Machine) -> Pr
             )
         return Program(gradient, (held, place.everywhere(x)), wind, facts)
     pair = pair_of(name, layers, workers)
-    comm = place.comm(**({"sequential": "relay"} if name == RELAY and place.kind == "devices" else {}))
+    comm = place.comm(
+        **({"sequential": "relay"} if name == RELAY and place.kind == "devices" else {})
+    )
     held, states = place.spread(weights, pair), place.everywhere(x)
     if pair == (None, None):
         taken = planning.default(lp_jax.Problem(step, held, states, t1=TIME, comm=comm))

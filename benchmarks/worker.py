@@ -1,4 +1,4 @@
-"""A process of the suites ``ranks``, ``model`` and ``tunnel``: builds what it is told to, and times or calibrates it when it is asked.
+"""A process of the suites ``ranks``, ``model`` and ``tunnel``: builds what it is told to, and times or calibrates it when asked.
 
 Arguments: kind of the group (jax, devices, ranks or torch) and the port of the suite's own process, which hands over the
 key by the environment. A rank that waits for its next order waits for a message, not within MPI, where it would keep a
@@ -117,7 +117,9 @@ def answer(kind: str, order: tuple[Any, ...], built: dict[str, Any], rank: int, 
             gradient = [x[:0] for x in gradient]
         return gradient, getattr(built[name], "facts", {})
     if what == "emulate":
-        built[name] = emulated = emulation.build(name, emulation.Place(kind, _comm(kind).size), *details)
+        built[name] = emulated = emulation.build(
+            name, emulation.Place(kind, _comm(kind).size), *details
+        )
         built[emulation.awake(name)] = emulated.awake
         return emulated.gradient, emulated.facts
     if what == "calibrate":
