@@ -34,16 +34,19 @@ Pair = tuple[lp_jax.Solver | None, lp_jax.Solver | None]
 
 
 def accelerator(device: str, seconds: float) -> planning.Machine:
-    """A machine whose layers take so many seconds for each of the three kinds, on average.
+    """A machine whose layers take so many seconds for each of the three kinds, on average, in the ratio of a layer that fills it.
 
-    The ratio of the three is that of a layer that fills the device. So more layers at once take as many times longer, and a
-    part of the examples that part of the time. Messages take no time but the host's own.
+    So more layers at once take as many times longer, and a part of the examples that part of the time. Messages take no time
+    but the host's own.
     """
-    weights = jax.ShapeDtypeStruct((64, 8192, 8192), "float32")
-    states = jax.ShapeDtypeStruct((4096, 8192), "float32")
-    filled = planning.estimate(lp_jax.Problem(_dense, weights, states), device=device)
-    times = [getattr(filled, kind)[0] for kind in KINDS]
+    times = [getattr(planning.estimate(wide(64), device=device), kind)[0] for kind in KINDS]
     return machine([3 * seconds * time / sum(times) for time in times], name=device)
+
+
+def wide(layers: int) -> lp_jax.Problem:
+    """Shapes of dense layers that fill an accelerator."""
+    weights = jax.ShapeDtypeStruct((layers, 8192, 8192), "float32")
+    return lp_jax.Problem(_dense, weights, jax.ShapeDtypeStruct((4096, 8192), "float32"))
 
 
 def machine(seconds: list[float], name: str = "given") -> planning.Machine:
@@ -242,20 +245,22 @@ def pair_of(name: str, layers: int, workers: int) -> Pair:
 
 
 def ideal(name: str, layers: int, machine: planning.Machine, workers: int) -> float | None:
-    """Seconds if neither messages nor callbacks took time, of what is no iteration; None for the others.
+    """Seconds by a formula, of what is no iteration; None for the others.
 
     A pipeline of M microbatches makes M + P - 1 turns forward and as many back, in each of which a worker evaluates its
-    layers for one of them, and then all workers form their weights' gradients at the same time. A relay is one with M = 1.
-    Source of the last part: Qi et al., "Zero bubble pipeline parallelism", arXiv 2401.10241.
+    layers for one of them and sends a state, and then all workers form their weights' gradients at the same time. A relay
+    is one with M = 1. The weights' gradients of data parallelism are summed for nothing.
+    Source of the last part of a pipeline: Qi et al., "Zero bubble pipeline parallelism", arXiv 2401.10241.
     """
-    forward, adjoint, gradient = (layers * machine.seconds(kind, 1) for kind in KINDS)
     if name == SCAN:
-        return forward + adjoint + gradient
+        return layers * sum(machine.per_layer)
     if name == DATA:
-        return (forward + adjoint + gradient) / workers
+        return layers * sum(machine.divided(workers).per_layer)
     if m := microbatches_of(name):
-        turns = (m + workers - 1) / (m * workers)
-        return (forward + adjoint) * turns + gradient / workers
+        part, mine = machine.divided(m), math.ceil(layers / workers)
+        sent = part.message(part.state_bytes) if workers > 1 else 0.0
+        turn = mine * (part.seconds("forward", 1) + part.seconds("adjoint", 1)) + 2 * sent
+        return (m + workers - 1) * turn + m * mine * part.seconds("gradient", 1)
     return None
 
 
@@ -294,10 +299,10 @@ def build(name: str, place: Place, layers: int, machine: planning.Machine) -> Pr
     if pair == (None, None):
         taken = planning.default(lp_jax.Problem(step, held, states, t1=TIME, comm=comm))
         facts["takes"] = summary(taken.solver)
-        predicted = _predicted((taken.solver, taken.adjoint_solver), layers, machine, workers)
+        pair_taken: Any = taken.solver, taken.adjoint_solver
     else:
-        predicted = _predicted(pair, layers, machine, workers)
-    facts["predicted_seconds"] = predicted
+        pair_taken = pair
+    facts["predicted_seconds"] = predicted(pair_taken, layers, machine, workers)
 
     def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
         solver, adjoint_solver = pair
@@ -309,7 +314,7 @@ def build(name: str, place: Place, layers: int, machine: planning.Machine) -> Pr
     return Program(jax.grad(loss), (held, states), wind, facts)
 
 
-def _predicted(pair: Any, layers: int, machine: planning.Machine, workers: int) -> float | None:
+def predicted(pair: Any, layers: int, machine: planning.Machine, workers: int) -> float | None:
     """The planner's seconds; None where it does not know the solver."""
     forward, adjoint = pair
     try:
