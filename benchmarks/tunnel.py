@@ -14,8 +14,7 @@ import dataclasses
 import math
 import re
 import sys
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +211,7 @@ def draw(result: report.Result) -> Figure:
     counts = sorted({workers for line in devices.values() for workers in line})
     fig = report.figure(result, width=15, height=6.5)
     panels = fig.subplots(1, 2, sharey=True)
+    ticks = [2.0**power for power in range(-1, 6)]
     colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
     for ax, exact in zip(panels, (True, False), strict=True):
         names = [name for name, line in devices.items() if _is_exact(name, line) == exact]
@@ -230,7 +230,7 @@ def draw(result: report.Result) -> Figure:
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
         ax.set_xticks(counts, [str(count) for count in counts])
-        ax.set_yticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
+        ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.minorticks_off()
         ax.axhline(1, color=report.INK, linewidth=1)
         title = "Exact gradients" if exact else "Gradients with an error"
@@ -250,7 +250,7 @@ def short(result: report.Result) -> str:
     counts = sorted({workers for line in devices.values() for workers in line})
     of_ranks = sorted({workers for line in ranks.values() for workers in line})
     heads = [f"{n} devices" for n in counts] + [f"{n} ranks" for n in of_ranks]
-    cells = [["speedup over one device", *heads, "error", "evaluations"]]
+    cells = [["speedup over one", *heads, "error", "evaluations"]]
     for name, line in devices.items():
         measured = [_with_prediction(line.get(n)) for n in counts]
         measured += [_with_prediction(ranks.get(name, {}).get(n)) for n in of_ranks]
@@ -277,39 +277,20 @@ def headline(result: report.Result) -> str:
     there = {name: line[workers] for name, line in devices.items() if workers in line}
     exact = [name for name, c in there.items() if name != DATA and c["gradient_error"] < EXACT]
     best = max(exact, key=lambda name: there[name]["speedup"])
-    told = [f"{best} {report.number(there[best]['speedup'])} times"]
-    if best != DEFAULT and DEFAULT in there:
-        told.append(f"{DEFAULT} {report.number(there[DEFAULT]['speedup'])} times")
-    return f"{OPENING} {workers} emulated devices: {', '.join(told)} as fast as on one"
+    told = [best, *([DEFAULT] if DEFAULT in there and best != DEFAULT else [])]
+    parts = [f"{report.number(there[name]['speedup'])} times ({name})" for name in told]
+    return f"Exact on {workers} emulated devices: {', '.join(parts)} as fast as on one"
 
 
-OPENING = "Exact gradients on"
-
-
-def texts(result: report.Result) -> dict[str, str]:
-    """What pages say of a result, by page."""
+def texts(result: report.Result) -> dict[str, list[str]]:
+    """What pages say of a result."""
     said = headline(result)
-    readme = f"{said} ([the tunnel](docs/workers.md#what-several-devices-give))."
-    listed = f"{said} ([table and picture](workers.md#what-several-devices-give))."
-    wrapped = {"README.md": readme, "docs/benchmarks.md": listed}
-    return {page: textwrap.fill(line, 140) for page, line in wrapped.items()} | {
-        "docs/workers.md": short(result)
+    anchor = "workers.md#what-several-devices-give"
+    return {
+        "README.md": [report.sentences(f"{said} ([the tunnel](docs/{anchor})).")],
+        "docs/benchmarks.md": [report.sentences(f"{said} ([table and picture]({anchor})).")],
+        "docs/workers.md": [short(result)],
     }
-
-
-def write_pages(result: report.Result, root: Path = ROOT) -> Iterator[Path]:
-    """Put table and sentences into the pages, in the place of those of an earlier result."""
-    for page, new in texts(result).items():
-        path = root / page
-        start = re.escape("| speedup over one device" if new.startswith("|") else OPENING)
-        earlier = rf"^{start}.*?(?=\n\n|\Z)"
-        content, found = re.subn(
-            earlier, lambda match, new=new: new, path.read_text(), count=1, flags=re.M | re.S
-        )
-        if not found:
-            raise ValueError(f"{path} has no paragraph that begins with {start!r}.")
-        path.write_text(content)
-        yield path
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -412,7 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kept = report.kept(options.pages, "tunnel")
         if not kept["rows"]:
             parser.error(f"{options.pages} holds no tunnel.json: measure first, with --out.")
-        print("Wrote " + ", ".join(map(str, write_pages(kept))))
+        print("Wrote " + ", ".join(map(str, report.write_pages(texts(kept), ROOT))))
         return 0
     if options.quick:
         options.layers = min(options.layers, 8)

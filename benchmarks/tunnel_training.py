@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,6 +40,8 @@ from lp_jax import MGRIT, Identity, Serial, data, nn, planning, train
 from lp_jax.planning import Machine
 from lp_jax.train._log import measured, unflat
 from lp_jax.train._types import Batch
+
+ROOT = Path(__file__).resolve().parents[1]
 
 FIELD = "TorchBraid, encoder of 128 blocks, 8 GPUs (arXiv 2601.09026)", 2.5
 """The published speedup that the table has beside its own."""
@@ -365,11 +368,34 @@ def text(result: report.Result) -> str:
     return report.page(result, about, table(result["rows"]), LEGEND, ". ".join(times) + ".")
 
 
+def headline(result: report.Result) -> str:
+    """One sentence: the encoder on eight devices, or the most that were emulated, beside the published figure."""
+    rows = [row for row in result["rows"] if row["network"] == TASKS[0].name]
+    counts = {row["workers"] for row in rows}
+    workers = 8 if 8 in counts else max(counts)
+    there = [row for row in rows if row["workers"] == workers and workers > 1]
+    words = [
+        f"{row['method']} {report.number(row['speedup'])}"
+        + ("" if row["speedup"] else f" (it ends at {row['accuracy']:.0%})")
+        for row in there
+    ]
+    return (
+        f"Trainings of an encoder of {rows[0]['layers']} blocks to {rows[0]['target']:.0%}, on {workers} emulated devices in "
+        f"parts of one device's speed: {'; '.join(words)}. {FIELD[0]}: {report.number(FIELD[1])}."
+    )
+
+
+def texts(result: report.Result) -> dict[str, list[str]]:
+    """What pages say of a result."""
+    return {"docs/benchmarks.md": [report.sentences(headline(result))]}
+
+
 EXAMPLES = [
     ("", "both networks on 1 to 16 devices, an hour"),
     ("--quick", "few layers and one epoch, to see that all works"),
     ("--only encoder --devices 1 8", "what compares with the published figure, ten minutes"),
     ("--methods relay pipeline", "what needs one training only"),
+    ("--pages benchmarks/results/cpu", "train nothing: write the sentence of docs/benchmarks.md"),
 ]
 
 
@@ -388,7 +414,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     add_numbers(parser, ("--epochs", 6, "Number of epochs of each training (default: 6)."))
     add_only(parser, "Only networks with one of these in their names: encoder, dense.")
+    parser.add_argument(
+        "--pages", type=Path, metavar="FOLDER",
+        help="Train nothing. Write the sentence of docs/benchmarks.md from the result in this folder.",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
+    if options.pages:
+        kept = report.kept(options.pages, "tunnel_training")
+        if not kept["rows"]:
+            parser.error(f"{options.pages} holds no tunnel_training.json: train first, with --out.")
+        print("Wrote " + ", ".join(map(str, report.write_pages(texts(kept), ROOT))))
+        return 0
     tasks = [task for task in TASKS if wanted(task.name, options)]
     if not tasks:
         parser.error(f"--only names no network; there are {', '.join(t.name for t in TASKS)}.")
