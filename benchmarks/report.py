@@ -110,11 +110,11 @@ def picture(fig: Figure) -> bytes:
 
 
 def write_pages(texts: dict[str, list[str]], root: Path) -> list[Path]:
-    """Put each text into its page, in the place of the paragraph or table that begins with the same three words."""
+    """Put each text into its page, in the place of the paragraph or table that begins with the same two words."""
     for page, paragraphs in texts.items():
         content = (root / page).read_text(encoding="utf-8")
         for new in paragraphs:
-            opening = r"\s+".join(map(re.escape, new.split()[:3]))
+            opening = r"\s+".join(map(re.escape, new.split()[:2]))
             earlier = re.compile(rf"^{opening}.*?(?=\n\n|\n?\Z)", flags=re.MULTILINE | re.DOTALL)
             if not earlier.search(content):
                 raise ValueError(f"{page} has no paragraph that begins with {opening!r}.")

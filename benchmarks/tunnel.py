@@ -269,26 +269,33 @@ def _with_prediction(contender: dict[str, Any] | None) -> str:
     return f"{report.number(contender['speedup'], 3)} ({report.number(best, 3)})"
 
 
-def headline(result: report.Result) -> str:
-    """One sentence: the fastest exact method that spreads the layers, and the default, on eight devices or the most."""
+def headlines(result: report.Result) -> tuple[str, str]:
+    """The fastest exact method that spreads the layers, on eight devices or the most: a sentence for the README.
+
+    And one with the default beside it.
+    """
     devices = lines_of(result, "devices")
     counts = sorted({workers for line in devices.values() for workers in line})
     workers = 8 if 8 in counts else counts[-1]
     there = {name: line[workers] for name, line in devices.items() if workers in line}
     exact = [name for name, c in there.items() if name != DATA and c["gradient_error"] < EXACT]
     best = max(exact, key=lambda name: there[name]["speedup"])
-    told = [best, *([DEFAULT] if DEFAULT in there and best != DEFAULT else [])]
-    parts = [f"{report.number(there[name]['speedup'])} times ({name})" for name in told]
-    return f"Exact on {workers} emulated devices: {', '.join(parts)} as fast as on one"
+    anchor = "workers.md#what-several-devices-give"
+    times = {name: report.number(c["speedup"]) for name, c in there.items()}
+    opening = f"Exact on {workers} emulated devices: {times[best]} times"
+    second = f"; {DEFAULT} {times[DEFAULT]} times" if DEFAULT in times and best != DEFAULT else ""
+    return (
+        report.sentences(f"{opening} as fast as on one ([{best}](docs/{anchor}))."),
+        report.sentences(f"{opening} as fast as on one ({best}){second} ([table]({anchor}))."),
+    )
 
 
 def texts(result: report.Result) -> dict[str, list[str]]:
     """What pages say of a result."""
-    said = headline(result)
-    anchor = "workers.md#what-several-devices-give"
+    readme, listed = headlines(result)
     return {
-        "README.md": [report.sentences(f"{said} ([the tunnel](docs/{anchor})).")],
-        "docs/benchmarks.md": [report.sentences(f"{said} ([table and picture]({anchor})).")],
+        "README.md": [readme],
+        "docs/benchmarks.md": [listed],
         "docs/workers.md": [short(result)],
     }
 
