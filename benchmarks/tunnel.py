@@ -266,7 +266,7 @@ def _with_prediction(contender: dict[str, Any] | None) -> str:
     if contender is None:
         return ""
     best = contender["ideal_speedup"] or contender["predicted_speedup"]
-    return f"{report.number(contender['speedup'], 3)} ({report.number(best, 3)})"
+    return f"{contender['speedup']:.2f} (" + ("–)" if best is None else f"{best:.2f})")
 
 
 def headlines(result: report.Result) -> tuple[str, str]:
