@@ -150,6 +150,12 @@ def _json(value: Any) -> str:
     return json.dumps(short(value), indent=1, ensure_ascii=False) + "\n"
 
 
+def rounded(result: Result) -> Result:
+    """A result as it is read from its file, so that what is written and drawn now is what is written and drawn later."""
+    again: Result = json.loads(_json(result))
+    return again
+
+
 def markdown(result: Result) -> str:
     """The tables, readable as they are and by a Markdown viewer."""
     parts = []

@@ -32,6 +32,7 @@ from benchmarks.command import (
     positive,
     results_folder,
     wanted,
+    warn_if_busy,
 )
 from benchmarks.emulation import DATA, DEFAULT, KINDS, SCAN, Place
 from benchmarks.group import Group, why_no_mpi
@@ -410,6 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Setting(place, options.layers, machine) for machine in machines(options) for place in where
     ]
     folder = results_folder(parser, options)
+    warn_if_busy()
     result = new_result("tunnel", TITLE, arguments, {"device": options.device})
     if options.add:
         earlier = report.kept(folder, "tunnel")
@@ -426,13 +428,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             title = setting.row["title"]
             row, left_out = measured(setting, options, lambda t, at=title: progress(f"{at}: {t}"))
             progress.clear()
+            row = report.rounded(row)
             print(f"\n{title}\n\n{table(row)}", flush=True)
             rows = [*(r for r in result["rows"] if r["title"] != title), row]
             result["rows"] = sorted(rows, key=_order)
             reasons += [(f"{name}, {title}", reason) for name, reason in left_out]
             result["left_out"] = [{"name": name, "reason": reason} for name, reason in reasons]
             drawable = any(lines_of(result, "devices").values())
-            paths = report.save(result, folder, draw if drawable else None, text)
+            paths = report.save(report.rounded(result), folder, draw if drawable else None, text)
     except KeyboardInterrupt:
         progress.clear()
         print(f"Stopped; {len(result['rows'])} tables are in {folder}.", file=sys.stderr)

@@ -375,13 +375,14 @@ def headline(result: report.Result) -> str:
     workers = 8 if 8 in counts else max(counts)
     there = [row for row in rows if row["workers"] == workers and workers > 1]
     words = [
-        f"{row['method']} {report.number(row['speedup'])}"
-        + ("" if row["speedup"] else f" (it ends at {row['accuracy']:.0%})")
+        f"{row['method']}: {report.number(row['speedup'])}"
+        if row["speedup"]
+        else f"{row['method']}: never, it ends at {row['accuracy']:.0%}"
         for row in there
     ]
     return (
-        f"Trainings of an encoder of {rows[0]['layers']} blocks to {rows[0]['target']:.0%}, on {workers} emulated devices in "
-        f"parts of one device's speed: {'; '.join(words)}. {FIELD[0]}: {report.number(FIELD[1])}."
+        f"Trainings of an encoder of {rows[0]['layers']} blocks to {rows[0]['target']:.0%}, times as fast on {workers} emulated "
+        f"devices as on one: {'; '.join(words)}. {FIELD[0]}: {report.number(FIELD[1])}."
     )
 
 
@@ -460,8 +461,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return trained(task, pair, controlled=controlled, epochs=options.epochs, meter=shown)
 
         for row in rows_of(task, emulated[task.name], options.devices, run, want):
-            result["rows"].append(row)
-            paths = report.save(result, folder, None, text)
+            result["rows"].append(report.rounded(row))
+            paths = report.save(report.rounded(result), folder, None, text)
         jax.clear_caches()
     progress.clear()
     print(f"{table(result['rows'])}\n\n{LEGEND}\n\nWrote {', '.join(map(str, paths))}")
