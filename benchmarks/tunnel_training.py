@@ -7,7 +7,7 @@ layers are as wide as fill an accelerator, since narrow ones would rather share 
 
 Relay and pipeline have the numbers of exact training, which is run once. Two cycles over one interval for each device, and one
 for the adjoint, have an error that depends on the number of devices; with a controller (`lp_jax.train.Controller`) they take as
-many cycles as the noise of a mini-batch asks for, at most as many as make them exact, and its probes are counted.
+many cycles as the noise of a mini-batch asks for, or train by a relay where few do not do, and its probes are counted.
 """
 
 import dataclasses
