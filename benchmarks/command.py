@@ -60,7 +60,7 @@ def run(suite: Suite, arguments: Sequence[str] | None = None) -> int:
         "jax_enable_compilation_cache", False
     )  # what takes time to compile shall take it
     folder = results_folder(parser, options)
-    _warn_if_busy()
+    warn_if_busy()
     settings = {k: v for k, v in vars(options).items() if k not in ("out", "rows", "add")}
     result = new_result(suite.name, suite.title, arguments, settings)
     if options.add:
@@ -235,7 +235,8 @@ class Progress:
             print("\r\x1b[K", end="", file=self.stream, flush=True)
 
 
-def _warn_if_busy() -> None:
+def warn_if_busy() -> None:
+    """Say so where other processes want the processor, which a measurement would show."""
     busy = load()
     if busy is not None and busy > 0.3 * cores():
         print(

@@ -1,4 +1,4 @@
-"""Processes that compute together for the suites ``ranks`` and ``model``, each a `benchmarks.worker`."""
+"""Processes that compute together for the suites ``ranks``, ``model`` and ``tunnel``, each a `benchmarks.worker`."""
 
 import contextlib
 import os
@@ -72,6 +72,14 @@ class Group:
             np.concatenate(leaves) for leaves in zip(*(g for g, _ in answers), strict=True)
         ]
         return gradients, dict(answers[0][1])
+
+    def emulate(self, name: str, *details: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        """Make a program of `benchmarks.emulation` on every rank; the gradient of all layers, and facts of all ranks."""
+        answers = self._ask("emulate", name, *details)
+        facts = dict(answers[0][1])
+        counts = [each["evaluations"] for _, each in answers]
+        facts["evaluations"] = {kind: sum(c[kind] for c in counts) for kind in counts[0]}
+        return np.concatenate([gradient for gradient, _ in answers]), facts
 
     def time(self, name: str, calls: int) -> tuple[float, float]:
         """Seconds per call times calls, of the slowest process; seconds of work of all."""

@@ -4,6 +4,8 @@ import io
 import json
 import math
 import os
+import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,25 @@ def picture(fig: Figure) -> bytes:
     return packed.getvalue()
 
 
+def write_pages(texts: dict[str, list[str]], root: Path) -> list[Path]:
+    """Put each text into its page, in the place of the paragraph or table that begins with the same two words."""
+    for page, paragraphs in texts.items():
+        content = (root / page).read_text(encoding="utf-8")
+        for new in paragraphs:
+            opening = r"\s+".join(map(re.escape, new.split()[:2]))
+            earlier = re.compile(rf"^{opening}.*?(?=\n\n|\n?\Z)", flags=re.MULTILINE | re.DOTALL)
+            if not earlier.search(content):
+                raise ValueError(f"{page} has no paragraph that begins with {opening!r}.")
+            content = earlier.sub(lambda match, new=new: new, content, count=1)
+        _replace(root / page, content.encode())
+    return [root / page for page in texts]
+
+
+def sentences(text: str) -> str:
+    """A paragraph of a page."""
+    return textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)
+
+
 def _replace(path: Path, content: bytes) -> Path:
     part = path.with_suffix(".part")
     part.write_bytes(content)
@@ -127,6 +148,12 @@ def _json(value: Any) -> str:
         return value
 
     return json.dumps(short(value), indent=1, ensure_ascii=False) + "\n"
+
+
+def rounded(result: Result) -> Result:
+    """A result as it is read from its file, so that what is written and drawn now is what is written and drawn later."""
+    again: Result = json.loads(_json(result))
+    return again
 
 
 def markdown(result: Result) -> str:

@@ -1,4 +1,4 @@
-"""A process of the suites ``ranks`` and ``model``: builds what it is told to, and times or calibrates it when it is asked.
+"""A process of the suites ``ranks``, ``model`` and ``tunnel``: builds what it is told to, and times or calibrates it when asked.
 
 Arguments: kind of the group (jax, devices, ranks or torch) and the port of the suite's own process, which hands over the
 key by the environment. A rank that waits for its next order waits for a message, not within MPI, where it would keep a
@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import lp_jax
+from benchmarks import emulation
 from benchmarks.harness import timed
 from benchmarks.networks import NETWORKS, SERIAL, SETTINGS, Weights
 from benchmarks.training import Trainer
@@ -115,6 +116,12 @@ def answer(kind: str, order: tuple[Any, ...], built: dict[str, Any], rank: int, 
         if row[0] == "gru" and rank > 0:  # the same on every rank
             gradient = [x[:0] for x in gradient]
         return gradient, getattr(built[name], "facts", {})
+    if what == "emulate":
+        built[name] = emulated = emulation.build(
+            name, emulation.Place(kind, _comm(kind).size), *details
+        )
+        built[emulation.awake(name)] = emulated.awake
+        return emulated.gradient, emulated.facts
     if what == "calibrate":
         return machine(**details[0])
     if what == "gradients":

@@ -128,6 +128,16 @@ def gpu_trainings():
     )
 
 
+def tunnel():
+    """Return the file of the picture of devices in emulated time that benchmarks/tunnel.py keeps."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import report
+    from benchmarks.tunnel import draw
+
+    kept = ROOT / "benchmarks" / "results" / "cpu" / "tunnel.json"
+    return report.picture(draw(json.loads(kept.read_text())))
+
+
 def gallery():
     """Yield the figures that the code of docs/gallery.md draws, by the name of the picture below it."""
     sys.path.insert(0, str(ROOT))
@@ -194,6 +204,7 @@ if __name__ == "__main__":
     }.items():
         figure.savefig(IMAGES / name)
     (IMAGES / "gpu_trainings.png").write_bytes(gpu_trainings())
+    (IMAGES / "tunnel.png").write_bytes(tunnel())
     for name, figure in gallery():
         figure.savefig(IMAGES / name)
     if "--measure" in sys.argv[1:]:
