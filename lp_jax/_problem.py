@@ -281,7 +281,9 @@ def _in_pipeline(program: Program, arrays: Arrays, piping: Piping) -> Output:
         flags = (tuple(jax.tree.leaves(tree)) for tree in (batched[0].slices, batched[0].shared))
         own = dataclasses.replace(program, mapped=Mapped(*flags, piping.checkpoint))
         with asked(asked.value._replace(piping=None)):
-            out = piping.comm.adapt(own, arrays, functools.partial(_partitions, program, arrays))(arrays)
+            out = piping.comm.adapt(own, arrays, functools.partial(_partitions, program, arrays))(
+                arrays
+            )
         return out, jax.tree.map(lambda _: True, out)
 
     # the state of every microbatch is its own, or JAX would solve outside of the pipeline

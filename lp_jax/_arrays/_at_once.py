@@ -198,7 +198,9 @@ _CHUNK_BYTES = 2**23
 # On a CPU: most bytes of a layer for which serial propagation is unrolled, and least flops: the compiler makes one kernel of a
 # smaller loop. With products of a few rows it is not: the sums of outer products would be unrolled too, and are then slower.
 _UNROLL_BYTES = 2**13
-_TWO_PASSES = 1e6  # on a CPU: least flops of a layer of a relay whose gradient is formed in two passes
+_TWO_PASSES = (
+    1e6  # on a CPU: least flops of a layer of a relay whose gradient is formed in two passes
+)
 _UNROLL_FLOPS = 256
 
 CPU = Processor(

@@ -18,10 +18,10 @@ from lp_jax._comms._workers import Workers
 from lp_jax._levels._chain import Chain, pad_slices
 from lp_jax._levels._layer import Traced
 from lp_jax._levels._result import DONE, SERIAL, if_finite
-from lp_jax._programs._adjoint import Forward, solve_adjoint
 from lp_jax._programs import _relay
+from lp_jax._programs._adjoint import Forward, solve_adjoint
 from lp_jax._programs._asked import count_ends, counts_of, report_stats
-from lp_jax._programs._relay import LAYERS, Kept, Mapped, Seen
+from lp_jax._programs._relay import Kept, Mapped, Seen
 from lp_jax._solvers._serial import no_stats, propagate
 from lp_jax._solvers._solver import Solver, Stats, iterate
 
@@ -60,7 +60,9 @@ class Program:
     adjoint_stride: int  # the same of the adjoint solve
     zeros: bool = False  # whether both solves start from zeros
     scan: bool = False  # whether the solve is a ``lax.scan`` that JAX differentiates
-    relay: str = ""  # the steps of a relay, if layers over several workers are propagated one after another
+    relay: str = (
+        ""  # the steps of a relay, if layers over several workers are propagated one after another
+    )
     mapped: Mapped | None = None  # the microbatches, if `arrays` have some
     done: int = DONE  # result code of a solve that did what was asked
 
@@ -86,15 +88,15 @@ class Program:
             out, left = self.kept.forward(arrays, keep=True)
             return out, (arrays, left, (out[0], out[1], out[2][0].result))
 
-        def bwd(residuals: tuple[Arrays, Forward | Kept, PyTree], cotangents: Output) -> tuple[Arrays]:
+        def bwd(
+            residuals: tuple[Arrays, Forward | Kept, PyTree], cotangents: Output
+        ) -> tuple[Arrays]:
             arrays, left, (y1, aux, result) = residuals
-            y1_cotangent, keep = (
-                jax.tree.map(_or_zeros, cotangents[0], y1),
-                arrays.adjoint_guess is not None,
-            )
+            y1_cotangent = jax.tree.map(_or_zeros, cotangents[0], y1)
+            keep = {} if arrays.adjoint_guess is None else {"keep": True}
             try:
                 gradient, stats = self.kept.backward(
-                    arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), keep=keep
+                    arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), **keep
                 )
             except NameError as error:
                 raise NameError(f"{error} {_NO_AXIS}") from error
@@ -121,7 +123,9 @@ class Program:
     def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
         """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
         if not self.scan:
-            own = dataclasses.replace(self, relay=self.relay and LAYERS).kept  # it returns cotangents of all layers
+            own = dataclasses.replace(
+                self, relay=self.relay and LAYERS
+            ).kept  # it returns cotangents of all layers
             out, left = own.forward(arrays, keep=True)
             return out, lambda *cotangents: own.backward(arrays, left, *cotangents, keep=True)
 
@@ -181,7 +185,9 @@ class Program:
 
     @functools.cached_property
     def backward(self) -> Callable[..., tuple[Arrays, Stats]]:
-        return self._jit(_relay.backward if self.relay else _backward, static_argnames="keep")
+        if self.relay:
+            return self._jit(_relay.backward)
+        return self._jit(_backward, static_argnames="keep")
 
     def _jit(self, run: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         own = dataclasses.replace(self)  # in no cycle with what it has compiled
@@ -247,7 +253,13 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
 
 
 def _backward(
-    program: Program, arrays: Arrays, left: Forward, cotangent: State, seen: Seen, *, keep: bool
+    program: Program,
+    arrays: Arrays,
+    left: Forward,
+    cotangent: State,
+    seen: Seen,
+    *,
+    keep: bool = False,
 ) -> tuple[Arrays, Stats]:
     """The adjoint solve: the gradient, with the final cotangents as ``adjoint_guess`` if ``keep``, and the stats."""
     solver, workers, stride = arrays.adjoint_solver, program.workers, program.adjoint_stride

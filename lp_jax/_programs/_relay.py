@@ -7,7 +7,7 @@ for both. Layers that are small on a CPU, and those that keep nothing, are one s
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
@@ -35,7 +35,6 @@ LAYERS, WHOLE = "layers", "whole"
 """The steps of a relay: layers, or all layers of a worker as one step that JAX differentiates."""
 
 
-
 class Mapped(NamedTuple):
     """The microbatches of a solve: which leaves differ between them. All of the state do."""
 
@@ -49,15 +48,6 @@ class Kept(NamedTuple):
 
     states: Stacked  # that enter the steps
     linearisations: PyTree
-
-
-class Gradient(NamedTuple):
-    """Gradients of a worker's operands."""
-
-    slices: Stacked
-    y0: State
-    shared: PyTree
-    cotangents: Stacked | None  # that leave the steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,72 +88,74 @@ class Relay:
         return lasts, kept, jax.tree.map(self._by_layer, out)
 
     def backward(
-        self, kept: Kept, sources: Sequence[Stacked | None], lams: Stacked, *, keep: bool
-    ) -> Gradient:
-        """Return the gradients, from cotangents of the last states, and of the leaves of aux: ``(n, count, ...)`` or None."""
+        self, kept: Kept, sources: Sequence[Stacked | None], lams: Stacked
+    ) -> tuple[Slices, State, PyTree]:
+        """Return the gradients of slices, first states and shared operands.
+
+        ``lams`` are cotangents of the last states, and ``sources`` of the leaves of aux: ``(n, count, ...)``, or None.
+        """
         chain, mapped = self.chain, self.mapped
+        own, combine = _tree.partition(self.xs, chain.traced.differentiable)
+        common, combine_shared = _tree.partition(chain.shared)
+        flags = [
+            *_picked(mapped.slices, chain.traced.differentiable),
+            *_picked(mapped.shared, map(_tree.inexact, jax.tree.leaves(chain.shared))),
+        ]
         if self.whole:
             sources = [None if a is None else _as_one_step(a, True) for a in sources]
-        everywhere = [True] * len(jax.tree.leaves(sources))
-        own = _picked(mapped.slices, chain.traced.differentiable)
-        common = _picked(mapped.shared, list(map(_tree.inexact, jax.tree.leaves(chain.shared))))
+        every, n = [True] * len(jax.tree.leaves(sources)), len(own)
         two = self._two_passes(kept, sources, lams)
-        late, early = two.late, [not late for late in two.late]
-        flags, n = [*own, *common], len(own)  # gradients of own operands come before those of shared ones
-        n_early, structure = sum(early[:n]), jax.tree.structure(lams)
+        early, late = [not late for late in two.late], two.late
 
         def turn(lam: State, number: jax.Array | int) -> tuple[State, PyTree, PyTree]:
             shared = _entries(chain.shared, mapped.shared, number)
 
-            def back(carry: tuple[State, list[jax.Array]], x: PyTree) -> tuple[PyTree, PyTree]:
+            def back(carry: tuple[State, PyTree], x: PyTree) -> tuple[PyTree, PyTree]:
                 (lam, total), (x, kept, sources) = carry, x
                 lam, gradients, passed = two.back((lam, sources), (x, shared, kept))
-                lam, total = structure.unflatten(lam), _tree.add(total, gradients[n_early:])
-                return (lam, total), (gradients[:n_early], passed, lam if keep else None)
+                of_x, of_shared = gradients[: sum(early[:n])], gradients[sum(early[:n]) :]
+                return (jax.tree.unflatten(states, lam), _tree.add(total, of_shared)), (
+                    of_x,
+                    passed,
+                )
 
             xs = _entries(self.xs, mapped.slices, number, axis=1)
-            seen = _entries(sources, everywhere, number, axis=1)
+            seen = _entries(sources, every, number, axis=1)
             none = _picked(_tree.zeros_like(_tree.partition(shared)[0]), early[n:])
-            (lam, total), (gradients, passed, lams) = self._along(
+            (lam, total), (of_xs, passed) = self._along(
                 back, (lam, none), (xs, _tree.take(kept, number), seen), reverse=True
             )
-            each, summed = _divided([*gradients, *total], _picked(flags, early))
-            return lam, (each, passed, lams), summed
-
-        lams, (each, passed, cotangents), summed = chain.workers.pipeline(turn, lams, reverse=True)
-        first = sum(_picked(own, early[:n]))
-        each = [*(jnp.swapaxes(x, 0, 1) for x in each[:first]), *each[first:]]
-        at_once = _woven(_picked(flags, early), each, summed)
+            which = _picked(flags, early)
+            own = _placed(of_xs, which[: len(of_xs)], number, count, axis=1)
+            return lam, passed, (own, _placed(total, which[len(of_xs) :], number, count))
 
         def of_step(total: list[jax.Array], k: jax.Array | int) -> tuple[PyTree, PyTree]:
             """The late gradients of a step, over all microbatches."""
             x, seen = _tree.take((self.xs, sources), k)
 
-            def one(_: jax.Array, number: jax.Array | int) -> tuple[jax.Array, PyTree, PyTree]:
+            def one(_: jax.Array, number: jax.Array | int) -> tuple[jax.Array, None, PyTree]:
                 operands = (
                     _entries(x, mapped.slices, number),
                     _entries(chain.shared, mapped.shared, number),
                     _tree.take(kept, number, k),
                 )
-                given = _tree.take(passed, number, k), _entries(seen, everywhere, number)
-                return _, *_divided(two.gradients(given, operands), _picked(flags, late))
+                given = _tree.take(passed, number, k), _entries(seen, every, number)
+                gradients = two.gradients(given, operands)
+                return _, None, _placed(gradients, _picked(flags, late), number, count)
 
-            numbers = jnp.zeros(_tree.leading(kept), jnp.int32)
-            gradients = _woven(_picked(flags, late), *one_after_another(one, numbers)[1:])
-            return _tree.add(total, gradients[n - n_early :]), gradients[: n - n_early]
+            _, _, gradients = one_after_another(one, jnp.zeros(count, jnp.int32))
+            return _tree.add(total, gradients[sum(late[:n]) :]), gradients[: sum(late[:n])]
 
-        totals = _picked(_tree.zeros_like(_tree.partition(chain.shared)[0]), late[n:])
-        steps = jnp.arange(_tree.leading(self.xs), dtype=jnp.int32)
-        totals, of_steps = self._along(of_step, totals, steps)
-        gradients = _woven(late, [*of_steps, *totals], at_once)
+        states, count = jax.tree.structure(lams), _tree.leading(lams)
+        y0, passed, at_once = chain.workers.pipeline(turn, lams, reverse=True)
+        none = _picked(_tree.zeros_like(common), late[n:])
+        total, of_steps = self._along(of_step, none, jnp.arange(_tree.leading(self.xs)))
+        parts = iter(jax.tree.leaves(at_once)), iter([*of_steps, *total])
+        gradients = [next(parts[is_late]) for is_late in late]
+        slices = combine(gradients[:n], fill=None)
         if self.whole:
-            gradients[:n] = map(_as_layers, gradients[:n], own)
-        return Gradient(
-            _tree.partition(chain.slices, chain.traced.differentiable)[1](gradients[:n], fill=None),
-            lams,
-            _tree.partition(chain.shared)[1](chain.workers.sum(gradients[n:]), fill=None),
-            jax.tree.map(lambda x: x[0], cotangents),
-        )
+            slices = _leafwise(_as_layers, slices, flags[:n])
+        return slices, y0, combine_shared(chain.workers.sum(gradients[n:]), fill=None)
 
     def _step(self, u: State, x: Slices, shared: PyTree) -> tuple[State, tuple[PyTree, Stacked]]:
         """A step: the next state; aux, and the states after its layers."""
@@ -196,20 +188,29 @@ class Relay:
         """The transposed step in two passes."""
         linearised = self._linearised()
 
-        def transpose(lam: State, sources: PyTree, operands: PyTree) -> tuple[State, list[jax.Array]]:
+        def transpose(
+            lam: State, sources: PyTree, operands: PyTree
+        ) -> tuple[State, list[jax.Array]]:
             x, shared, kept = operands
             pull = linearised.transpose(kept.states, x, shared, kept.linearisations)
             lam, own, weights = pull(lam, sources)
             return lam, [*own, *weights]
 
         _, x, shared = self._first()
-        of_step = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype))
+        of_step = functools.partial(
+            jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype)
+        )
         return in_two_passes(
             transpose, _tree.entry_like(lams), of_step(sources), (x, shared, of_step(kept))
         )
 
     def _along(
-        self, f: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], carry: PyTree, xs: PyTree, *, reverse: bool = False
+        self,
+        f: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+        carry: PyTree,
+        xs: PyTree,
+        *,
+        reverse: bool = False,
     ) -> tuple[PyTree, PyTree]:
         """Scan over the steps."""
         if self.whole:  # one step
@@ -242,44 +243,45 @@ def forward(program: "Program", arrays: Arrays, *, keep: bool) -> tuple[PyTree, 
 
 
 def backward(
-    program: "Program", arrays: Arrays, left: Kept, cotangent: State, seen: Seen, *, keep: bool
+    program: "Program", arrays: Arrays, left: Kept, cotangent: State, seen: Seen
 ) -> tuple[Arrays, Stats]:
-    """The gradient, with the cotangents that leave the layers as ``adjoint_guess`` if ``keep``, and the stats."""
+    """The gradient and the stats."""
     workers, (slices, y0, shared), mapped = program.workers, *_by_microbatch(program, arrays)
     if not program.mapped:
         cotangent, seen = jax.tree.map(lambda x: x[None], (cotangent, seen))
 
     def body(
         spread: tuple[Slices, Kept, Seen], common: tuple[State, PyTree, State]
-    ) -> tuple[PyTree, PyTree]:
+    ) -> tuple[Slices, PyTree]:
         (slices, kept, seen), (y0, shared, cotangent) = spread, common
         chain = program.chain(slices, y0, shared, kept, seen, cotangent)
         if chain.padded:
             seen = _tree.where_rows(slices.index < workers.layers, seen)
         relay = Relay.of(chain, mapped, program.relay)
-        gradient = relay.backward(kept, seen, cotangent, keep=keep)
-        y0 = chain.workers.broadcast(gradient.y0, 0)
-        return (gradient.slices, gradient.cotangents), (y0, gradient.shared)
+        slices, y0, shared = relay.backward(kept, seen, cotangent)
+        return slices, (chain.workers.broadcast(y0, 0), shared)
 
     seen = workers.pad(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), seen))
     spread = program.slots(slices), left, seen
-    (slices, ended), (y0, shared) = workers.map(body)(spread, (y0, shared, cotangent))
+    slices, (y0, shared) = workers.map(body)(spread, (y0, shared, cotangent))
     stats = no_stats(y0, program.done)
     report_stats("adjoint", arrays.adjoint_solver, workers.layers, stats)
     own = _picked(mapped.slices, program.traced.differentiable)
     slices = _swapped(workers.trim(slices), own)
     if not program.mapped:
         y0 = jax.tree.map(lambda x: x[0], y0)
-    return Arrays(slices, y0, shared, adjoint_guess=workers.trim(ended)), stats
+    return Arrays(slices, y0, shared), stats
 
 
-def _by_microbatch(program: "Program", arrays: Arrays) -> tuple[tuple[Slices, State, PyTree], Mapped]:
+def _by_microbatch(
+    program: "Program", arrays: Arrays
+) -> tuple[tuple[Slices, State, PyTree], Mapped]:
     """The operands with the layers before the microbatches, of which there is one if none are given."""
     slices, y0, shared = arrays[:3]
     if program.mapped:
         return (_swapped(slices, program.mapped.slices), y0, shared), program.mapped
-    none = (tuple(False for _ in jax.tree.leaves(tree)) for tree in (slices, shared))
-    return (slices, jax.tree.map(lambda x: x[None], y0), shared), Mapped(*none)
+    none = Mapped(*(tuple(False for _ in jax.tree.leaves(tree)) for tree in (slices, shared)))
+    return (slices, jax.tree.map(lambda x: x[None], y0), shared), none
 
 
 def _swapped(tree: PyTree, flags: Sequence[bool]) -> PyTree:
@@ -297,7 +299,9 @@ def _as_layers(x: jax.Array, each: bool) -> jax.Array:
     return jnp.swapaxes(x[0], 0, 1) if each else x[0]
 
 
-def _leafwise(f: Callable[[jax.Array, bool], jax.Array], tree: PyTree, flags: Sequence[bool]) -> PyTree:
+def _leafwise(
+    f: Callable[[jax.Array, bool], jax.Array], tree: PyTree, flags: Sequence[bool]
+) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten([f(x, flag) for x, flag in zip(leaves, flags, strict=True)])
 
@@ -311,16 +315,23 @@ def _entries(tree: PyTree, flags: Sequence[bool], number: jax.Array | int, axis:
     return _leafwise(one, tree, flags)
 
 
-def _picked(values: Sequence[T], flags: Sequence[bool]) -> list[T]:
+def _placed(
+    values: Sequence[jax.Array],
+    flags: Sequence[bool],
+    number: jax.Array | int,
+    count: int,
+    axis: int = 0,
+) -> list[jax.Array]:
+    """Undo `_entries` for the gradients of a microbatch: those of operands of its own are zero for all others."""
+
+    def one(x: jax.Array, each: bool) -> jax.Array:
+        if not each:
+            return x
+        none = jnp.zeros((*x.shape[:axis], count, *x.shape[axis:]), x.dtype)
+        return lax.dynamic_update_index_in_dim(none, x, number, axis)
+
+    return [one(x, each) for x, each in zip(values, flags, strict=True)]
+
+
+def _picked(values: Sequence[T], flags: Iterable[bool]) -> list[T]:
     return [x for x, flag in zip(values, flags, strict=True) if flag]
-
-
-def _divided(values: Sequence[T], flags: Sequence[bool]) -> tuple[list[T], list[T]]:
-    """The flagged values, and the others."""
-    return _picked(values, flags), _picked(values, [not flag for flag in flags])
-
-
-def _woven(flags: Sequence[bool], flagged: Sequence[T], others: Sequence[T]) -> list[T]:
-    """Undo `_divided`."""
-    parts = iter(others), iter(flagged)
-    return [next(parts[flag]) for flag in flags]
