@@ -110,14 +110,38 @@ def predict(
     )
 
 
-def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> float:
-    r"""Seconds of a training step with `lp_jax.pipeline`.
+class Piped(NamedTuple):
+    """A training step with `lp_jax.pipeline`: the number of microbatches, and the cost."""
+
+    microbatches: int
+    cost: Cost
+
+
+def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> Cost:
+    r"""Predict time and memory of a training step with `lp_jax.pipeline`.
 
     M microbatches on P workers take :math:`M + P - 1` turns of :math:`\lceil N / P \rceil` layers forward, and as many for
-    cotangents, each with a message. Then each worker forms the gradients of its layers from M microbatches. Source: Huang et al.,
-    "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
+    cotangents, each with a message. Then each worker forms the gradients of its layers from M microbatches. It keeps what its
+    layers keep for all of them, and a cotangent of each layer.
+
+    Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019.
     """
     part, mine = machine.divided(microbatches), math.ceil(layers / workers)
-    sent = 2 * part.message(part.state_bytes) if workers > 1 else 0.0
-    turns = (microbatches + workers - 1) * (mine * (part.forward[0] + part.adjoint[0]) + sent)
-    return turns + microbatches * mine * part.gradient[0]
+    turns = microbatches + workers - 1
+    return Cost(
+        evaluations=mine
+        * (turns * (part.forward[0] + part.adjoint[0]) + microbatches * part.gradient[0]),
+        messages=2 * turns * part.message(part.state_bytes) if workers > 1 else 0.0,
+        reductions=0.0,
+        gradients=0.0,
+        parameters=2 * mine * machine.layer_bytes,
+        kept=microbatches * mine * part.linearised_bytes,
+        working=microbatches * mine * part.state_bytes,
+    )
+
+
+def fastest_pipeline(layers: int, machine: Machine, workers: int) -> Piped:
+    """The pipeline with the number of microbatches, a power of two, that is predicted to be fastest."""
+    parts = [2**k for k in range(machine.examples.bit_length())]
+    options = [Piped(part, pipeline(layers, machine, workers, part)) for part in parts]
+    return min(options, key=lambda option: option.cost.seconds)

@@ -10,7 +10,7 @@ from lp_jax._solvers._coarse_step import Identity
 from lp_jax._solvers._default import SERIAL, Pair
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._solver import Solver
-from lp_jax.planning._cost import Cost, pipeline, predict
+from lp_jax.planning._cost import Cost, Piped, fastest_pipeline, predict
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._solvers import with_effort
 from lp_jax.planning._words import align, code, milliseconds, numbered, pair, times
@@ -113,6 +113,13 @@ class Plan:
         return f"solver={forward}, adjoint_solver={adjoint}"
 
     @property
+    def pipeline(self) -> Piped | None:
+        """The fastest `lp_jax.pipeline` on these workers, which is exact; None on one worker."""
+        if self.workers == 1:
+            return None
+        return fastest_pipeline(self.layers, self.machine, self.workers)
+
+    @property
     def reason(self) -> str:
         """The reason for this recommendation, in words."""
         late = (
@@ -175,16 +182,9 @@ class Plan:
                 (seconds, split) for split in splits if (seconds := best(*split)) is not None
             ]
             both, split = min(options, default=(None, (count, 1)))
-            parts = [2**k for k in range(self.machine.examples.bit_length())]
-            turns = (pipeline(self.layers, self.machine, count, part) for part in parts)
-            return Devices(
-                count,
-                best(count, 1),
-                data,
-                both,
-                split,
-                min(turns) if 1 < count <= self.layers else None,
-            )
+            piped = fastest_pipeline(self.layers, self.machine, count).cost.seconds
+            turns = piped if 1 < count <= self.layers else None
+            return Devices(count, best(count, 1), data, both, split, turns)
 
         return [row(count) for count in devices]
 
@@ -193,8 +193,8 @@ class Plan:
             c for c in self.choices if c.probed is not None
         ]  # the fastest of these are shown, or of all
         shown = (*(probed or self.choices)[:_MOST], self.best, self.serial)
-        rows = [("ms", "speedup", "gradient error", "MB", "iterations", "solver")]
-        for c in sorted({id(c): c for c in shown}.values(), key=lambda c: c.cost.seconds):
+        rows = []
+        for c in {id(c): c for c in shown}.values():
             error = (
                 "?"
                 if c.error is None
@@ -202,15 +202,23 @@ class Plan:
                 if math.isfinite(c.error)
                 else "diverges"
             )
-            row = (
-                milliseconds(c.cost.seconds),
-                f"{self.serial_seconds / c.cost.seconds:.2f}",
-                "exact" if c.error == 0 else error,
-                f"{c.cost.bytes / 1e6:.3g}",
-                "" if c.probed is None else f"{c.probed.iterations}/{c.probed.adjoint_iterations}",
-                pair(*c[:2]),
-            )
-            rows.append(row)
+            error = "exact" if c.error == 0 else error
+            taken = c.probed and f"{c.probed.iterations}/{c.probed.adjoint_iterations}"
+            rows.append((c.cost, error, taken or "", pair(*c[:2])))
+        instead, piped = [], self.pipeline
+        if piped and piped.microbatches > 1:
+            rows.append((piped.cost, "exact", "", f"pipeline, {piped.microbatches} microbatches"))
+            if piped.cost.seconds < self.best.cost.seconds:
+                text = "  or, exact and faster, lp_jax.pipeline(f, comm, in_axes=...) with {} microbatches"
+                instead.append(text.format(piped.microbatches))
+        table: list[tuple[str, ...]] = [
+            ("ms", "speedup", "gradient error", "MB", "iterations", "solver")
+        ]
+        for cost, *words in sorted(rows, key=lambda row: row[0].seconds):
+            speedup = f"{self.serial_seconds / cost.seconds:.2f}"
+            error, *others = words
+            size = f"{cost.bytes / 1e6:.3g}"
+            table.append((milliseconds(cost.seconds), speedup, error, size, *others))
         more: list[tuple[str, ...]] = [
             ("devices", "layers", "examples", "pipeline", "both", "as", "")
         ]
@@ -223,10 +231,11 @@ class Plan:
         lines = [
             f"{self.layers} layers on {numbered(self.workers, 'worker')}{name}, gradient error at most {self.error:.0e}",
             "",
-            *align(rows),
+            *align(table),
             "",
             f"Use {self.code}",
             *(f"  {note}" for note in (self.reason, self.note) if note),
+            *instead,
             "",
             f"ms of a training step on more devices, spread along{unknown}",
             *map(str.rstrip, align(more)),

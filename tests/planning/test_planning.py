@@ -324,12 +324,19 @@ def test_newton_takes_what_was_measured_of_it():
 
 
 def test_a_pipeline_by_hand():
-    """Four microbatches through two workers: five turns of 32 layers, each a quarter of the examples, and two messages."""
+    """Four microbatches through two workers: five turns of 32 layers, each a quarter of the examples, and two messages.
+
+    Then the gradients, a third of the work. With one microbatch it is the relay.
+    """
     machine = dataclasses.replace(MACHINE, examples=8)
-    assert pipeline(64, machine, 2, 4) == pytest.approx(
-        5 * (32 * 3.0 / 4 + 2 * (0.25 + 125 / 1000))
+    f, a, g = MACHINE.forward[0], MACHINE.adjoint[0], MACHINE.gradient[0]
+    assert pipeline(64, machine, 2, 4).seconds == pytest.approx(
+        5 * (32 * (f + a) / 4 + 2 * (0.25 + 125 / 1000)) + 4 * 32 * g / 4
     )
-    assert pipeline(64, machine, 1, 1) == planning.predict(*SERIAL, 64, machine).seconds
+    for workers in (1, 4):
+        relay = planning.predict(*SERIAL, 64, machine, workers=workers)
+        one = pipeline(64, machine, workers, 1)
+        assert one.evaluations == relay.evaluations and one.kept == relay.kept
 
 
 @pytest.mark.parametrize("layers", [256, 16384])
