@@ -356,3 +356,19 @@ def test_sums_of_bfloat16_over_one_of_two_axes():
         for comm in (None, devices("2 x 2"))
     )
     assert relative_error(got, wanted) < 2e-2
+
+
+@pytest.mark.parametrize("solver", [EXACT, lp_jax.Serial()], ids=["sweeps", "relay"])
+def test_products_with_hessians_of_arrays_without_a_place(solver):
+    """On explicit axes such arrays are resharded within the solve, which has to be differentiable in both modes."""
+    mesh = devices("1 x 2", AxisType.Explicit)
+    x = jnp.asarray(X[0])
+
+    def product(scan):
+        loss = lambda w: jnp.sum(jnp.sin(scan(lambda y, w: (y + jnp.tanh(y @ w), None), x, w)[0]))
+        return jax.jit(lambda w: jax.jvp(jax.grad(loss), (w,), (jnp.ones_like(w),))[1])
+
+    solved = lambda body, y, w: lp_jax.scan(body, y, w, solver=solver, comm=mesh)
+    with jax.set_mesh(mesh):
+        got = product(solved)(jnp.asarray(W))
+    assert relative_error(jax.device_get(got), product(lax.scan)(jnp.asarray(W))) < 1e-12
