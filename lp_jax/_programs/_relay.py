@@ -6,7 +6,6 @@ for both. Layers that are small on a CPU, and those that keep nothing, are one s
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -55,107 +54,106 @@ class Relay:
     """A worker's part. Its steps are its layers, or all of them are one step if ``whole``."""
 
     chain: Chain  # the worker's layers; ``y0`` is that of all microbatches
-    xs: Slices  # operands of the steps, leaves ``(steps, ...)``, or ``(steps, count, ...)`` where microbatches differ
+    # operands of the steps and cotangents of aux: ``(steps, ...)``, or ``(steps, count, ...)`` where microbatches differ
+    stacked: tuple[Slices, Seen]
     mapped: Mapped
     whole: bool
 
     @classmethod
-    def of(cls, chain: Chain, mapped: Mapped, steps: str) -> "Relay":
-        """``chain`` has slices ``(n, ...)``, or ``(n, count, ...)`` where microbatches differ."""
-        whole = steps == WHOLE or not chain.steps
-        xs = _leafwise(_as_one_step, chain.slices, mapped.slices) if whole else chain.slices
-        return cls(chain, xs, mapped, whole)
+    def of(cls, chain: Chain, mapped: Mapped, steps: str, seen: Seen = ()) -> "Relay":
+        """``chain`` has slices ``(n, ...)``, or ``(n, count, ...)`` where microbatches differ, as in ``seen``."""
+        mapped = mapped._replace(slices=(*mapped.slices, *(True for _ in jax.tree.leaves(seen))))
+        stacked, whole = (chain.slices, seen), steps == WHOLE or not chain.steps
+        if whole:
+            stacked = _leafwise(_as_one_step, stacked, mapped.slices)
+        return cls(chain, stacked, mapped, whole)
+
+    def operands(
+        self, number: jax.Array | int, *step: jax.Array | int
+    ) -> tuple[tuple[Slices, Seen], PyTree]:
+        """Operands of a microbatch, stacked and shared; of one of its steps."""
+        stacked = _tree.take(self.stacked, *step) if step else self.stacked
+        return (
+            _entries(stacked, self.mapped.slices, number, axis=1 - len(step)),
+            _entries(self.chain.shared, self.mapped.shared, number),
+        )
 
     def forward(self, *, keep: bool) -> tuple[Stacked, Kept | None, PyTree]:
         """Return the last states of this worker, what its steps keep, and (aux, states), leaves ``(n, count, ...)``."""
         linearised = self._linearised() if keep else None
 
         def turn(u: State, number: jax.Array | int) -> tuple[State, PyTree, None]:
-            shared = _entries(self.chain.shared, self.mapped.shared, number)
+            stacked, shared = self.operands(number)
 
-            def step(u: State, x: Slices) -> tuple[State, tuple[Kept | None, PyTree]]:
+            def step(u: State, x: tuple[Slices, Seen]) -> tuple[State, tuple[Kept | None, PyTree]]:
                 if linearised is None:
-                    u_next, out = self._step(u, x, shared)
+                    u_next, out = self._step(u, x[0], shared)
                     return u_next, (None, out)
-                u_next, out, kept = linearised.evaluate(u, x, shared)
+                u_next, out, kept = linearised.evaluate(u, x[0], shared)
                 return u_next, (Kept(u, kept), out)
 
-            xs = _entries(self.xs, self.mapped.slices, number, axis=1)
-            last, (kept, out) = self._along(step, u, xs)
+            last, (kept, out) = self._along(step, u, stacked)
             return last, (kept, out), None
 
         lasts, (kept, out), _ = self.chain.workers.pipeline(turn, self.chain.y0, reverse=False)
         return lasts, kept, jax.tree.map(self._by_layer, out)
 
-    def backward(
-        self, kept: Kept, sources: Sequence[Stacked | None], lams: Stacked
-    ) -> tuple[Slices, State, PyTree]:
-        """Return the gradients of slices, first states and shared operands.
-
-        ``lams`` are cotangents of the last states, and ``sources`` of the leaves of aux: ``(n, count, ...)``, or None.
-        """
-        chain, mapped = self.chain, self.mapped
-        own, combine = _tree.partition(self.xs, chain.traced.differentiable)
+    def backward(self, kept: Kept, lams: Stacked) -> tuple[Slices, State, PyTree]:
+        """Return the gradients of slices, first states and shared operands, from cotangents of the last states."""
+        chain, structure, count = self.chain, jax.tree.structure(lams), _tree.leading(lams)
+        own, combine = _tree.partition(self.stacked[0], chain.traced.differentiable)
         common, combine_shared = _tree.partition(chain.shared)
-        flags = [
-            *_picked(mapped.slices, chain.traced.differentiable),
-            *_picked(mapped.shared, map(_tree.inexact, jax.tree.leaves(chain.shared))),
+        # of the gradients, those of a step's own operands before those of shared ones: whether each microbatch has its own
+        each = [
+            *_picked(self.mapped.slices, [*chain.traced.differentiable, *self._unseen]),
+            *_picked(self.mapped.shared, map(_tree.inexact, jax.tree.leaves(chain.shared))),
         ]
-        if self.whole:
-            sources = [None if a is None else _as_one_step(a, True) for a in sources]
-        every, n = [True] * len(jax.tree.leaves(sources)), len(own)
-        two = self._two_passes(kept, sources, lams)
-        early, late = [not late for late in two.late], two.late
+        two, n = self._two_passes(kept, lams), len(own)
+        late, early = two.late, [not late for late in two.late]
+        n_early, n_late = sum(early[:n]), sum(late[:n])
 
         def turn(lam: State, number: jax.Array | int) -> tuple[State, PyTree, PyTree]:
-            shared = _entries(chain.shared, mapped.shared, number)
+            stacked, shared = self.operands(number)
 
             def back(carry: tuple[State, PyTree], x: PyTree) -> tuple[PyTree, PyTree]:
-                (lam, total), (x, kept, sources) = carry, x
-                lam, gradients, passed = two.back((lam, sources), (x, shared, kept))
-                of_x, of_shared = gradients[: sum(early[:n])], gradients[sum(early[:n]) :]
-                return (jax.tree.unflatten(states, lam), _tree.add(total, of_shared)), (
-                    of_x,
-                    passed,
-                )
+                (lam, total), ((x, seen), kept) = carry, x
+                lam, gradients, passed = two.back((lam, seen), (x, shared, kept))
+                lam, total = structure.unflatten(lam), _tree.add(total, gradients[n_early:])
+                return (lam, total), (gradients[:n_early], passed)
 
-            xs = _entries(self.xs, mapped.slices, number, axis=1)
-            seen = _entries(sources, every, number, axis=1)
             none = _picked(_tree.zeros_like(_tree.partition(shared)[0]), early[n:])
-            (lam, total), (of_xs, passed) = self._along(
-                back, (lam, none), (xs, _tree.take(kept, number), seen), reverse=True
+            (lam, total), (of_steps, passed) = self._along(
+                back, (lam, none), (stacked, _tree.take(kept, number)), reverse=True
             )
-            which = _picked(flags, early)
-            own = _placed(of_xs, which[: len(of_xs)], number, count, axis=1)
-            return lam, passed, (own, _placed(total, which[len(of_xs) :], number, count))
+            flags = _picked(each, early)
+            of_steps = _placed(of_steps, flags[:n_early], number, count, axis=1)
+            return lam, passed, [*of_steps, *_placed(total, flags[n_early:], number, count)]
 
         def of_step(total: list[jax.Array], k: jax.Array | int) -> tuple[PyTree, PyTree]:
             """The late gradients of a step, over all microbatches."""
-            x, seen = _tree.take((self.xs, sources), k)
 
             def one(_: jax.Array, number: jax.Array | int) -> tuple[jax.Array, None, PyTree]:
-                operands = (
-                    _entries(x, mapped.slices, number),
-                    _entries(chain.shared, mapped.shared, number),
-                    _tree.take(kept, number, k),
-                )
-                given = _tree.take(passed, number, k), _entries(seen, every, number)
-                gradients = two.gradients(given, operands)
-                return _, None, _placed(gradients, _picked(flags, late), number, count)
+                (x, seen), shared = self.operands(number, k)
+                kept_here, passed_here = _tree.take((kept, passed), number, k)
+                gradients = two.gradients((passed_here, seen), (x, shared, kept_here))
+                return _, None, _placed(gradients, _picked(each, late), number, count)
 
             _, _, gradients = one_after_another(one, jnp.zeros(count, jnp.int32))
-            return _tree.add(total, gradients[sum(late[:n]) :]), gradients[: sum(late[:n])]
+            return _tree.add(total, gradients[n_late:]), gradients[:n_late]
 
-        states, count = jax.tree.structure(lams), _tree.leading(lams)
         y0, passed, at_once = chain.workers.pipeline(turn, lams, reverse=True)
         none = _picked(_tree.zeros_like(common), late[n:])
-        total, of_steps = self._along(of_step, none, jnp.arange(_tree.leading(self.xs)))
-        parts = iter(jax.tree.leaves(at_once)), iter([*of_steps, *total])
+        total, of_steps = self._along(of_step, none, jnp.arange(_tree.leading(self.stacked)))
+        parts = iter(at_once), iter([*of_steps, *total])
         gradients = [next(parts[is_late]) for is_late in late]
         slices = combine(gradients[:n], fill=None)
         if self.whole:
-            slices = _leafwise(_as_layers, slices, flags[:n])
+            slices = _leafwise(_as_layers, slices, each[:n])
         return slices, y0, combine_shared(chain.workers.sum(gradients[n:]), fill=None)
+
+    @property
+    def _unseen(self) -> list[bool]:
+        return [False] * len(jax.tree.leaves(self.stacked[1]))
 
     def _step(self, u: State, x: Slices, shared: PyTree) -> tuple[State, tuple[PyTree, Stacked]]:
         """A step: the next state; aux, and the states after its layers."""
@@ -166,43 +164,31 @@ class Relay:
         u_next, aux = self.chain.step(0, aux=True)(u, x, shared)
         return u_next, (aux, u_next)
 
-    def _first(self) -> tuple[State, Slices, PyTree]:
+    def _first(self) -> tuple[State, tuple[Slices, Seen], PyTree]:
         """Shapes of the arguments of a step."""
-        one = _tree.shape_of(
-            lambda: (
-                _entries(self.xs, self.mapped.slices, 0, axis=1),
-                _entries(self.chain.shared, self.mapped.shared, 0),
-            )
-        )
-        return _tree.entry_like(self.chain.y0), _tree.entry_like(one[0]), one[1]
+        stacked, shared = _tree.shape_of(lambda: self.operands(0))
+        return _tree.entry_like(self.chain.y0), _tree.entry_like(stacked), shared
 
     def _linearised(self) -> Linearised:
         step = jax.checkpoint(self._step) if self.mapped.checkpoint else self._step
-        aux, states = _tree.shape_of(self._step, *self._first())[1]
+        u, (x, _), shared = self._first()
+        aux, states = _tree.shape_of(self._step, u, x, shared)[1]
         emits = *map(_tree.inexact, jax.tree.leaves(aux)), *(False for _ in jax.tree.leaves(states))
         return Linearised(step, self.chain.traced.differentiable, weights=True, emits=emits)
 
-    def _two_passes(
-        self, kept: Kept, sources: Sequence[Stacked | None], lams: Stacked
-    ) -> TwoPasses:
+    def _two_passes(self, kept: Kept, lams: Stacked) -> TwoPasses:
         """The transposed step in two passes."""
         linearised = self._linearised()
 
-        def transpose(
-            lam: State, sources: PyTree, operands: PyTree
-        ) -> tuple[State, list[jax.Array]]:
+        def transpose(lam: State, seen: Seen, operands: PyTree) -> tuple[State, list[jax.Array]]:
             x, shared, kept = operands
             pull = linearised.transpose(kept.states, x, shared, kept.linearisations)
-            lam, own, weights = pull(lam, sources)
+            lam, own, weights = pull(lam, seen)
             return lam, [*own, *weights]
 
-        _, x, shared = self._first()
-        of_step = functools.partial(
-            jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype)
-        )
-        return in_two_passes(
-            transpose, _tree.entry_like(lams), of_step(sources), (x, shared, of_step(kept))
-        )
+        _, (x, seen), shared = self._first()
+        here = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), kept)
+        return in_two_passes(transpose, _tree.entry_like(lams), seen, (x, shared, here))
 
     def _along(
         self,
@@ -257,8 +243,8 @@ def backward(
         chain = program.chain(slices, y0, shared, kept, seen, cotangent)
         if chain.padded:
             seen = _tree.where_rows(slices.index < workers.layers, seen)
-        relay = Relay.of(chain, mapped, program.relay)
-        slices, y0, shared = relay.backward(kept, seen, cotangent)
+        relay = Relay.of(chain, mapped, program.relay, seen)
+        slices, y0, shared = relay.backward(kept, cotangent)
         return slices, (chain.workers.broadcast(y0, 0), shared)
 
     seen = workers.pad(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), seen))
