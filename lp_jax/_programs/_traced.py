@@ -42,8 +42,6 @@ def prepare(
     if asked.value.solvers is not None:
         (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
     by_default, found, piping = solver is None, None, asked.value.piping
-    if piping is not None and problem.comm == OneDevice():
-        problem = dataclasses.replace(problem, comm=piping.comm)
     if piping is not None and solver is None:
         solver = Serial()
     if solver is None:
