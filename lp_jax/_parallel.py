@@ -19,7 +19,7 @@ from lp_jax._arrays._place import at_home
 from lp_jax._arrays._products import Operation, bind, evaluate
 from lp_jax._arrays._types import PyTree
 from lp_jax._comms._comm import Comm
-from lp_jax._problem import Problem
+from lp_jax._problem import SOLVED, Problem
 from lp_jax._programs import _inputs, _traced
 from lp_jax._scan import refuse_stretched, scan, scanned
 from lp_jax._solvers._default import Fastest, typical
@@ -208,7 +208,8 @@ class Rules:
         name, p = eqn.primitive.name, eqn.params
         if _in_gradient(eqn) and not self.in_gradient:
             return dataclasses.replace(self, in_gradient=True)._operation(eqn, ins)
-        if name.startswith(("custom_jvp", "custom_vjp")):
+        solved = SOLVED in str(eqn.source_info.name_stack)
+        if name.startswith(("custom_jvp", "custom_vjp")) and not solved:
             for one in _products.walk([eqn]):
                 if one.primitive.name == "scan":
                     self._left(one, "it is in a function with a derivative of its own", self.solver)
@@ -221,8 +222,13 @@ class Rules:
             called = functools.partial(self.run, program.jaxpr, program.consts)
             if name == "closed_call" or self.tell is not None:
                 return called(*ins)
-            solved = jax.make_jaxpr(called)(*(v.aval for v in eqn.invars))
-            return eqn.primitive.bind(*ins, **{**p, "jaxpr": solved})
+            inner = jax.make_jaxpr(called)(*(v.aval for v in eqn.invars))
+            if any(
+                isinstance(x, jax.core.Tracer) for x in inner.consts
+            ):  # of a context around the function
+                places = {"in_shardings": p["in_shardings"], "out_shardings": [*p["out_shardings"]]}
+                return jax.jit(core.jaxpr_as_fun(inner), **places)(*ins)
+            return eqn.primitive.bind(*ins, **{**p, "jaxpr": inner})
         if name == "cond":
             branches = [
                 functools.partial(self.run, branch.jaxpr, branch.consts) for branch in p["branches"]
@@ -315,7 +321,7 @@ class Rules:
             return left("its step has side effects")
         if not any(map(_tree.inexact, given[1])):
             return left("no floating-point numbers in the carry")
-        if not about.length:
+        if not (about.length or _inputs.comm(self.comm).splits):
             return about._replace(takes=f"{_LEFT}no steps"), None
         if any(
             _in_gradient(one) and _has_scan([one])

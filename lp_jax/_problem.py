@@ -25,6 +25,9 @@ from lp_jax._solution import Solution
 from lp_jax._solvers._solver import Solver, Stats
 
 
+SOLVED = "lp_jax.solve"  # scope of the operations of a solve
+
+
 class Gradients(NamedTuple):
     """Gradients of a loss with respect to the arguments of `solve`, whose shapes they have; see `solve_vjp`."""
 
@@ -69,14 +72,20 @@ class Problem(_inputs.Network):
         adjoint_guess: CPoints | None = None,
     ) -> Solution:
         """Return the `Solution`, as `lp_jax.solve` does; the arguments are the same."""
-        program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
+        piping, problem = asked.value.piping, self.replace()  # within a pipeline, on its row
+        program, arrays = prepare(problem, solver, adjoint_solver, guess, adjoint_guess)
         arrays = program.refuse_forward_mode(arrays)
-        piping = asked.value.piping
-        if piping is not None and program.relay:
-            y1, aux, (stats, trajectory) = _in_pipeline(program, arrays, piping)
-        else:
+
+        def alone(arrays: Arrays) -> Output:
             specs = functools.partial(_partitions, program, arrays)
-            y1, aux, (stats, trajectory) = self.comm.adapt(program, arrays, specs)(arrays)
+            return problem.comm.adapt(program, arrays, specs)(arrays)
+
+        with jax.named_scope(SOLVED):
+            solved = alone
+            if piping is not None and program.relay:
+                solved = functools.partial(_in_pipeline, problem.comm, piping, program, alone)
+            out = solved(arrays)
+        y1, aux, (stats, trajectory) = out
         return Solution(
             y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux
         )
@@ -269,21 +278,23 @@ def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
     )
 
 
-def _in_pipeline(program: Program, arrays: Arrays, piping: Piping) -> Output:
+def _in_pipeline(
+    comm: Comm, piping: Piping, program: Program, alone: Callable[[Arrays], Output], arrays: Arrays
+) -> Output:
     """Solve for one microbatch, which ``jax.vmap`` over all of them makes a pipeline."""
-
-    @jax.custom_batching.custom_vmap
-    def solved(arrays: Arrays) -> Output:
-        return program(arrays)
+    solved = jax.custom_batching.custom_vmap(alone)
 
     @solved.def_vmap
     def together(size: int, batched: list[Arrays], arrays: Arrays) -> tuple[Output, Output]:
         flags = (tuple(jax.tree.leaves(tree)) for tree in (batched[0].slices, batched[0].shared))
         own = dataclasses.replace(program, mapped=Mapped(*flags, piping.checkpoint))
+
+        def specs() -> Output:
+            one = jax.tree.map(lambda x, each: x[0] if each else x, arrays, batched[0])
+            return jax.tree.map(lambda spec: PartitionSpec(None, *spec), _partitions(program, one))
+
         with asked(asked.value._replace(piping=None)):
-            out = piping.comm.adapt(own, arrays, functools.partial(_partitions, program, arrays))(
-                arrays
-            )
+            out = comm.adapt(own, arrays, specs)(arrays)
         return out, jax.tree.map(lambda _: True, out)
 
     # the state of every microbatch is its own, or JAX would solve outside of the pipeline

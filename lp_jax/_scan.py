@@ -82,7 +82,7 @@ def scan(
     if not solved_for:
         _refuse_split(comm, "a carry without floating-point numbers")
     plain = functools.partial(_tree.scan, body, init, xs, length, reverse, unroll, _split_transpose)
-    if not solved_for or not length:
+    if not solved_for or not (length or comm.splits):
         return plain()
     try:
         problem, fixed = _as_problem(body, init, xs, length, reverse, comm)

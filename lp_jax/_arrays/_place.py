@@ -68,7 +68,7 @@ def automatic(program: Any) -> Any:
         return evaluate(program.jaxpr, consts, args, _unconstrained(operation))
 
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        return jax.make_jaxpr(again)(*(x.update(sharding=_nowhere(x)) for x in program.in_avals))
+        return jax.make_jaxpr(again)(*(x.update(sharding=nowhere(x)) for x in program.in_avals))
 
 
 NO_MESH = AbstractMesh((), ())
@@ -76,10 +76,11 @@ NO_MESH = AbstractMesh((), ())
 
 def placed_here(x: Any) -> Any:
     """The array, with a type of the caller's mesh."""
-    return retyped(x, _nowhere(jax.typeof(x)))
+    return retyped(x, nowhere(jax.typeof(x)))
 
 
-def _nowhere(x: Any) -> NamedSharding:
+def nowhere(x: Any) -> NamedSharding:
+    """The place of an array of the caller's mesh, of which no axis divides it."""
     return NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*[None] * x.ndim))
 
 

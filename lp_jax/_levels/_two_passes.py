@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from lp_jax._arrays._products import bind, evaluate, through_calls
+from lp_jax._arrays._place import nowhere, placed_here, retyped
+from lp_jax._arrays._products import array_type, bind, evaluate, through_calls
 from lp_jax._arrays._types import PyTree
 
 _CALLS = "jit", "pjit", "closed_call", "checkpoint", "remat2"
@@ -25,6 +26,12 @@ class Part(NamedTuple):
     invars: Sequence[core.Var]
     eqns: Sequence[core.JaxprEqn]
     outvars: Sequence[Any]
+
+    def run(self, consts: Sequence[Any], args: PyTree) -> list[jax.Array]:
+        """Evaluate them. JAX refuses operations between types of the trace and those of loops that values came through."""
+        types = [array_type(v).sharding for v in self.invars]
+        values = map(retyped, jax.tree.leaves(args), types)
+        return list(map(placed_here, evaluate(self, consts, [*values], bind)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,20 +52,21 @@ class TwoPasses:
         self, cotangents: PyTree, operands: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         """Return the cotangents, the gradients that are not late, and what is passed to `gradients`."""
-        out = evaluate(self.first, self.consts, jax.tree.leaves((cotangents, operands)), bind)
+        out = self.first.run(self.consts, (cotangents, operands))
         n, early = self.cotangents, self.cotangents + self.late.count(False)
         return out[:n], out[n:early], out[early:]
 
     def gradients(self, given: PyTree, operands: PyTree) -> list[jax.Array]:
         """Return the late gradients; ``given`` is what was passed, and the sources."""
-        return evaluate(self.second, self.consts, jax.tree.leaves((given, operands)), bind)
+        return self.second.run(self.consts, (given, operands))
 
 
 def in_two_passes(
     transpose: Callable[..., tuple[PyTree, PyTree]], lam: PyTree, sources: PyTree, operands: PyTree
 ) -> TwoPasses:
     """Cut a transposed step, ``transpose(lam, sources, operands)``, from the shapes of its arguments."""
-    arguments, inline = (lam, sources, operands), through_calls(bind, _CALLS)
+    given, inline = (lam, sources, operands), through_calls(bind, _CALLS)
+    arguments = jax.tree.map(lambda x: x.update(sharding=nowhere(x)), given)
     calls = jax.make_jaxpr(transpose)(*arguments)
     whole = jax.make_jaxpr(lambda *x: evaluate(calls.jaxpr, calls.consts, x, inline))(
         *jax.tree.leaves(arguments)

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step, Times
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._comms._mesh import MeshComm
+from lp_jax._programs._asked import asked
 from lp_jax._solvers._default import Fastest
 from lp_jax._solvers._solver import Solver
 
@@ -185,9 +186,9 @@ def times(t0: Any, t1: Any, steps: int, dtype: DTypeLike) -> tuple[jax.Array, ja
 
 
 def comm(value: object) -> Comm:
-    """Return where the layers live: one device for None; for a mesh, its axis "layers"."""
-    if value is None:
-        return OneDevice()
+    """Return where the layers live: one device for None, or the row of a pipeline; for a mesh, its axis "layers"."""
+    if value is None or value == OneDevice():
+        return OneDevice() if asked.value.piping is None else asked.value.piping.comm
     if isinstance(value, Mesh):
         return MeshComm(value)
     if not isinstance(value, Comm):

@@ -45,11 +45,8 @@ def prepare(
     _inputs.solvers(optional=True, solver=solver, adjoint_solver=adjoint_solver)
     solver = named = solver or Fastest()
     found, piping = None, asked.value.piping
-    if piping is not None:
-        where = piping.comm if problem.comm == OneDevice() else problem.comm
-        problem = dataclasses.replace(problem, comm=where)
-        if named.chooses:
-            solver = adjoint_solver = Serial()
+    if named.chooses and piping is not None:
+        solver = adjoint_solver = Serial()
     elif named.chooses:
         ((solver, adjoint_default), _), found = default(problem, named.rtol)
         adjoint_solver = adjoint_default if adjoint_solver in (None, named) else adjoint_solver
