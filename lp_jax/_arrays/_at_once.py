@@ -144,7 +144,7 @@ class Processor:
         return steps * (started + one), steps * (self.backward * started + 2 * one)
 
     def two_passes(self, layer: Footprint) -> bool:
-        """Whether a relay forms gradients apart from cotangents: on a CPU that keeps more than JAX does, and delays small layers."""
+        """Whether a relay forms gradients apart from cotangents. On a CPU small layers take longer that way: it keeps more."""
         return self.launches or not layer.counted or layer.flops >= _TWO_PASSES
 
     def batch(self, layer: Footprint, steps: int) -> float:

@@ -7,31 +7,16 @@ on cotangents: such values are passed to it, of each product the cotangent that 
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend import core
 
 from lp_jax._arrays._place import nowhere, placed_here, retyped
-from lp_jax._arrays._products import array_type, bind, evaluate, through_calls
+from lp_jax._arrays._products import Part, array_type, bind, evaluate, through_calls
 from lp_jax._arrays._types import PyTree
 
 _CALLS = "jit", "pjit", "closed_call", "checkpoint", "remat2"
-
-
-class Part(NamedTuple):
-    """Some operations of a program, as `evaluate` reads them."""
-
-    constvars: Sequence[core.Var]
-    invars: Sequence[core.Var]
-    eqns: Sequence[core.JaxprEqn]
-    outvars: Sequence[Any]
-
-    def run(self, consts: Sequence[Any], args: PyTree) -> list[jax.Array]:
-        """Evaluate them. JAX refuses operations between types of the trace and those of loops that values came through."""
-        types = [array_type(v).sharding for v in self.invars]
-        values = map(retyped, jax.tree.leaves(args), types)
-        return list(map(placed_here, evaluate(self, consts, [*values], bind)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +37,20 @@ class TwoPasses:
         self, cotangents: PyTree, operands: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         """Return the cotangents, the gradients that are not late, and what is passed to `gradients`."""
-        out = self.first.run(self.consts, (cotangents, operands))
+        out = _run(self.first, self.consts, (cotangents, operands))
         n, early = self.cotangents, self.cotangents + self.late.count(False)
         return out[:n], out[n:early], out[early:]
 
     def gradients(self, given: PyTree, operands: PyTree) -> list[jax.Array]:
         """Return the late gradients; ``given`` is what was passed, and the sources."""
-        return self.second.run(self.consts, (given, operands))
+        return _run(self.second, self.consts, (given, operands))
+
+
+def _run(part: Part, consts: Sequence[Any], args: PyTree) -> list[jax.Array]:
+    """Evaluate it. JAX refuses operations between types of the trace and those of loops that values came through."""
+    types = [array_type(v).sharding for v in part.invars]
+    values = map(retyped, jax.tree.leaves(args), types)
+    return list(map(placed_here, evaluate(part, consts, [*values], bind)))
 
 
 def in_two_passes(

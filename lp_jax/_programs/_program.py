@@ -124,8 +124,8 @@ class Program:
         """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
         if not self.scan:
             own = dataclasses.replace(
-                self, relay=self.relay and LAYERS
-            ).kept  # it returns cotangents of all layers
+                self, relay=""
+            ).kept  # that returns the cotangents of all layers
             out, left = own.forward(arrays, keep=True)
             return out, lambda *cotangents: own.backward(arrays, left, *cotangents, keep=True)
 
@@ -180,7 +180,7 @@ class Program:
         return self._jit(_scan)
 
     @functools.cached_property
-    def forward(self) -> Callable[..., tuple[Output, Forward | Kept | None]]:
+    def forward(self) -> Callable[..., tuple[Output, Any]]:
         return self._jit(_relay.forward if self.relay else _forward, static_argnames="keep")
 
     @functools.cached_property

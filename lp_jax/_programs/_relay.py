@@ -41,6 +41,12 @@ class Mapped(NamedTuple):
     shared: tuple[bool, ...]
     checkpoint: bool = False  # whether a worker keeps only the states that enter it
 
+    @classmethod
+    def of(cls, flags: tuple[PyTree, PyTree], checkpoint: bool = False) -> "Mapped":
+        """From trees of flags like the slices and the shared operands."""
+        slices, shared = (tuple(jax.tree.leaves(tree)) for tree in flags)
+        return cls(slices, shared, checkpoint)
+
 
 class Kept(NamedTuple):
     """What the steps of a worker keep for the gradient, leaves ``(count, steps, ...)`` for ``count`` microbatches."""
@@ -118,7 +124,8 @@ class Relay:
             def back(carry: tuple[State, PyTree], x: PyTree) -> tuple[PyTree, PyTree]:
                 (lam, total), ((x, seen), kept) = carry, x
                 lam, gradients, passed = two.back((lam, seen), (x, shared, kept))
-                lam, total = structure.unflatten(lam), _tree.add(total, gradients[n_early:])
+                lam = jax.tree.unflatten(structure, lam)
+                total = _tree.add(total, gradients[n_early:])
                 return (lam, total), (gradients[:n_early], passed)
 
             none = _picked(_tree.zeros_like(_tree.partition(shared)[0]), early[n:])
@@ -266,7 +273,7 @@ def _by_microbatch(
     slices, y0, shared = arrays[:3]
     if program.mapped:
         return (_swapped(slices, program.mapped.slices), y0, shared), program.mapped
-    none = Mapped(*(tuple(False for _ in jax.tree.leaves(tree)) for tree in (slices, shared)))
+    none = Mapped.of(jax.tree.map(lambda _: False, (slices, shared)))
     return (slices, jax.tree.map(lambda x: x[None], y0), shared), none
 
 
@@ -289,7 +296,8 @@ def _leafwise(
     f: Callable[[jax.Array, bool], jax.Array], tree: PyTree, flags: Sequence[bool]
 ) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten([f(x, flag) for x, flag in zip(leaves, flags, strict=True)])
+    new = [f(x, flag) for x, flag in zip(leaves, flags, strict=True)]
+    return jax.tree.unflatten(structure, new)
 
 
 def _entries(tree: PyTree, flags: Sequence[bool], number: jax.Array | int, axis: int = 0) -> PyTree:

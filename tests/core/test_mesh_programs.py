@@ -1,6 +1,7 @@
 """Steps over a mesh that hold programs, close over values or constrain places: JAX's types hold the mesh they were traced on."""
 
 import contextlib
+import functools
 import math
 
 import equinox as eqx
@@ -365,10 +366,12 @@ def test_products_with_hessians_of_arrays_without_a_place(solver):
     x = jnp.asarray(X[0])
 
     def product(scan):
-        loss = lambda w: jnp.sum(jnp.sin(scan(lambda y, w: (y + jnp.tanh(y @ w), None), x, w)[0]))
+        def loss(w):
+            return jnp.sum(jnp.sin(scan(lambda y, w: (y + jnp.tanh(y @ w), None), x, w)[0]))
+
         return jax.jit(lambda w: jax.jvp(jax.grad(loss), (w,), (jnp.ones_like(w),))[1])
 
-    solved = lambda body, y, w: lp_jax.scan(body, y, w, solver=solver, comm=mesh)
+    solved = functools.partial(lp_jax.scan, solver=solver, comm=mesh)
     with jax.set_mesh(mesh):
         got = product(solved)(jnp.asarray(W))
     assert relative_error(jax.device_get(got), product(lax.scan)(jnp.asarray(W))) < 1e-12
