@@ -320,7 +320,8 @@ class Rules:
         if any(getattr(effect, "name", None) not in devices for effect in program.effects):
             return left("its step has side effects")
         if not any(map(_tree.inexact, given[1])):
-            return left("no floating-point numbers in the carry")
+            none = "no floating-point numbers in the carry"
+            return (about._replace(takes=_LEFT + none), None) if self.strict else left(none)
         if not (about.length or _inputs.comm(self.comm).splits):
             return about._replace(takes=f"{_LEFT}no steps"), None
         if any(
@@ -375,6 +376,8 @@ class Rules:
 
     def _warn(self, what: str, solver: Solver | None) -> None:
         """Warn that a solver or comm is named and not used; Python shows each text once."""
+        if self.strict:
+            raise ValueError(f"lp_jax.pipeline {what}.")
         named = solver is not None and not solver.chooses
         if self.tell is None and (named or self.comm is not None):
             warnings.warn(

@@ -218,7 +218,7 @@ def _resharded(x: jax.Array, place: NamedSharding) -> jax.Array:
 
 
 _reshard = core.Primitive("reshard_unplaced")
-_reshard.def_impl(lambda x, place: jax.sharding.reshard(x, place))
+_reshard.def_impl(lambda x, place: jax.device_put(x, place))
 _reshard.def_abstract_eval(
     lambda x, place: x.update(sharding=NamedSharding(place.mesh.abstract_mesh, place.spec))
 )
@@ -308,7 +308,7 @@ class OnMesh(Workers):
             mine = (now - place == number) & (place >= 0) & (place < self.active)
             entry = _tree.where(place == 0, _tree.take(entries, number), entered)
 
-            def one(carry: PyTree) -> PyTree:
+            def one(number: jax.Array, carry: PyTree) -> PyTree:
                 entry, out, total = carry
                 last, kept, added = turn(entry, number)
                 new = last, kept
@@ -318,12 +318,12 @@ class OnMesh(Workers):
                 return last, _tree.put(out, new, number), _tree.add(total, added)
 
             if everyone:
-                last, out, total = one((entry, out, total))
+                last, out, total = one(number, (entry, out, total))
                 return (send(last), out, total), None
             # A loop of one turn or none, of which nothing can be taken out: a conditional would copy its operands, all
             # parameters of the level.
             last, out, total = _tree.fori_loop(
-                0, mine.astype(jnp.int32), lambda _, carry: one(carry), (entry, out, total)
+                number, number + mine, one, (entry, out, total)
             )
             return (lax.cond(now < turns - 1, send, lambda last: last, last), out, total), None
 

@@ -47,7 +47,7 @@ from lp_jax.nn._layers import (
 from lp_jax.nn._network import Classifier as Classifier, Network as Network
 from lp_jax.nn._recurrent import GRU as GRU, ParaGRU as ParaGRU, ParaLSTM as ParaLSTM
 from lp_jax.nn._refine import coarsen as coarsen, refine as refine
-from lp_jax.nn._stack import parallel as parallel, stack as stack
+from lp_jax.nn._stack import parallel as parallel, pipeline as pipeline, stack as stack
 from lp_jax.nn._transformer import (
     DecoderLayer as DecoderLayer,
     EncoderDecoderLayer as EncoderDecoderLayer,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lp_jax import Comm, Layer, Solver, _parallel
+from lp_jax import Comm, Layer, Solver, _parallel, _pipeline
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import PyTree, State
 from lp_jax._comms._comm import OneDevice
@@ -270,3 +271,41 @@ def parallel(f: Callable[..., PyTree], **options: Any) -> Callable[..., PyTree]:
                 return context.merge(*parts)[1]
 
     return solved
+
+
+def pipeline(f: Callable[..., PyTree], *args: Any, **options: Any) -> Callable[..., PyTree]:
+    """`lp_jax.pipeline`, with its arguments, for a function whose arguments hold NNX modules; these have None in ``in_axes``.
+
+    All microbatches share a module, so that a call must leave it as it is.
+
+    Raises:
+        ValueError: as `lp_jax.pipeline`, and for a call that changes a module.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lp_jax
+        >>> from flax import nnx
+        >>> from lp_jax import nn
+        >>> layers = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 16))
+        >>> def loss(layers, x):
+        ...     step = nnx.scan(lambda x, layer: x + 0.1 * nnx.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        ...     return jnp.mean(step(x, layers) ** 2)
+        >>> piped = nn.pipeline(loss, jax.make_mesh((2,), ("layers",)), in_axes=(None, 0))
+        >>> value, gradient = nnx.value_and_grad(lambda layers, x: piped(layers, x).mean())(layers, jnp.ones((4, 2, 4)))
+        >>> gradient["kernel"].shape
+        (16, 4, 4)
+    """
+
+    @functools.wraps(f)
+    def pure(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        before = jax.tree.leaves(nnx.split((args, kwargs)))
+        out = f(*args, **kwargs)
+        after = jax.tree.leaves(nnx.split((args, kwargs)))
+        if len(before) != len(after) or any(map(operator.is_not, before, after)):
+            raise ValueError(
+                "lp_jax.nn.pipeline got a function that changes a module, such as running statistics, counts of random streams or "
+                "sown values, and all microbatches share it. Call module.eval() before; pass keys as an argument with an axis "
+                "of microbatches, for nnx.Dropout(rate)(x, rngs=key)."
+            )
+        return out
+
+    return _pipeline.pipeline(pure, *args, **options)

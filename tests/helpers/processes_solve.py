@@ -3,6 +3,7 @@
 Arguments: process, number of processes, devices of each, port of the coordinator.
 """
 
+import functools
 import sys
 
 import jax
@@ -56,6 +57,23 @@ theirs = jax.tree.map(np.asarray, (wanted[0][0], wanted[0][1][0], *wanted[1]))
 for a, b in zip(mine, theirs, strict=True):
     assert relative_error(a, b) < 1e-12
 np.testing.assert_allclose(norms, wanted[0][1][1], rtol=1e-11, atol=1e-14)
+
+
+def piped_gradient(params, batches, mapped):
+    def loss(params, y0):
+        return jnp.sum(lp_jax.solve(dense_step, params, y0).y1 ** 2)
+
+    return jax.grad(lambda params: mapped(loss, in_axes=(None, 0))(params, batches).sum())(params)
+
+
+batches = np.stack([y0, 2 * y0, 3 * y0])
+pipeline = functools.partial(lp_jax.pipeline, comm=mesh)
+wanted = jax.jit(functools.partial(piped_gradient, mapped=jax.vmap))(params, batches)
+got = jax.jit(functools.partial(piped_gradient, mapped=pipeline))(
+    jax.tree.map(lambda x: placed(x, spread), params), placed(batches, same)
+)
+for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    assert relative_error(multihost_utils.process_allgather(a, tiled=True), b) < 1e-12
 
 multihost_utils.sync_global_devices("done")
 print(f"passed in process {PROCESS}", flush=True)
