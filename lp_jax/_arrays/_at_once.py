@@ -145,7 +145,8 @@ class Processor:
 
     def two_passes(self, layer: Footprint) -> bool:
         """Whether a relay forms gradients apart from cotangents. On a CPU small layers take longer that way: it keeps more."""
-        return self.launches or not layer.counted or layer.flops >= _TWO_PASSES
+        large = layer.flops >= _TWO_PASSES and not layer.few
+        return self.launches or not layer.counted or large
 
     def batch(self, layer: Footprint, steps: int) -> float:
         """Seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
