@@ -323,7 +323,7 @@ class OnMesh(Workers):
             # A loop of one turn or none, of which nothing can be taken out: a conditional would copy its operands, all
             # parameters of the level.
             last, out, total = _tree.fori_loop(
-                number, number + mine, one, (entry, out, total)
+                number, number + mine.astype(jnp.int32), one, (entry, out, total)
             )
             return (lax.cond(now < turns - 1, send, lambda last: last, last), out, total), None
 

@@ -261,7 +261,9 @@ def backward(
     report_stats("adjoint", arrays.adjoint_solver, workers.layers, stats)
     own = _picked(mapped.slices, program.traced.differentiable)
     slices = _swapped(workers.trim(slices), own)
-    if not program.mapped:
+    if program.mapped:
+        stats = _tree.repeat(stats, _tree.leading(y0))
+    else:
         y0 = jax.tree.map(lambda x: x[0], y0)
     return Arrays(slices, y0, shared), stats
 
