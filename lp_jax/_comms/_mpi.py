@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import effects  # mpi4jax registers its effect there, too
-from jax.interpreters import partial_eval
+from jax.interpreters import batching, partial_eval
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree, Stacked, State
@@ -346,15 +346,8 @@ class OnRanks(Workers):
 
         def everyone(x: jax.Array) -> jax.Array:  # (n, bytes)
             x = jnp.pad(x, ((0, max(lengths) - x.shape[0]), (0, 0)))
-            return together(x).reshape(-1, x.shape[1])[jnp.asarray(rows)]
-
-        @jax.custom_batching.custom_vmap
-        def together(x: jax.Array) -> jax.Array:
-            return mpi4jax.allgather(x, comm=self.comm._duplicates[0])
-
-        @together.def_vmap  # mpi4jax has no rule for it
-        def batched(size: int, axes: object, x: jax.Array) -> tuple[jax.Array, bool]:
-            return jnp.moveaxis(together(x), 1, 0), True
+            x = mpi4jax.allgather(x, comm=self.comm._duplicates[0])
+            return x.reshape(-1, x.shape[2])[jnp.asarray(rows)]
 
         return _wire.apply_packed(self._alike(tree), everyone, listed=True)
 
@@ -431,8 +424,16 @@ def _register_messages() -> None:
         needs = [x for x, here in zip(eqn.invars, held, strict=True) if not here]
         return None if later else eqn, eqn, [later], [True], needs
 
+    def batched(
+        primitive: Any, operands: Sequence[Any], axes: Sequence[int], **params: Any
+    ) -> tuple[list[Any], list[int]]:
+        """All ranks' batches, by an operation that puts an axis for the ranks first."""
+        return primitive.bind(jnp.moveaxis(operands[0], axes[0], 0), **params), [1]
+
     for eqn in jax.make_jaxpr(messages)(np.float32(0)).eqns:
         rules[eqn.primitive] = again
+        if eqn.primitive not in batching.primitive_batchers:  # that of `gather`
+            batching.primitive_batchers[eqn.primitive] = functools.partial(batched, eqn.primitive)
         for effect in eqn.effects:
             effects.remat_allowed_effects.add_type(type(effect))
             effects.partial_eval_kept_effects.add_type(type(effect))

@@ -3,16 +3,17 @@
 import dataclasses
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend import core
 
 from lp_jax import Comm, Layer, Solver, _parallel, _pipeline
 from lp_jax._arrays import _check
+from lp_jax._arrays._products import called, follow
 from lp_jax._arrays._types import PyTree, State
 from lp_jax._comms._comm import OneDevice
 
@@ -297,15 +298,30 @@ def pipeline(f: Callable[..., PyTree], *args: Any, **options: Any) -> Callable[.
 
     @functools.wraps(f)
     def pure(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        before = jax.tree.leaves(nnx.split((args, kwargs)))
-        out = f(*args, **kwargs)
-        after = jax.tree.leaves(nnx.split((args, kwargs)))
-        if len(before) != len(after) or any(map(operator.is_not, before, after)):
+        graphdef, state = nnx.split((args, kwargs))
+
+        def run(state: nnx.State) -> PyTree:
+            given = nnx.merge(graphdef, state)
+            out = f(*given[0], **given[1])
+            return nnx.split(given)[1], out
+
+        program, (left, out) = jax.make_jaxpr(run, return_shape=True)(state)
+        inputs, count = program.jaxpr.invars, len(jax.tree.leaves(left))
+        if follow(program.jaxpr, inputs, _kept, None)[:count] != inputs:
             raise ValueError(
                 "lp_jax.nn.pipeline got a function that changes a module, such as running statistics, counts of random streams or "
                 "sown values, and all microbatches share it. Call module.eval() before; pass keys as an argument with an axis "
                 "of microbatches, for nnx.Dropout(rate)(x, rngs=key)."
             )
-        return out
+        leaves = core.jaxpr_as_fun(program)(*jax.tree.leaves(state))
+        return jax.tree.unflatten(jax.tree.structure(out), leaves[count:])
 
     return _pipeline.pipeline(pure, *args, **options)
+
+
+def _kept(eqn: core.JaxprEqn, ins: list[Any]) -> list[Any]:
+    """Results of an operation, by their variables; transformations of NNX return those of a module that they leave alone."""
+    programs = called(eqn)
+    if not programs or eqn.primitive.name == "cond":
+        return eqn.outvars
+    return follow(programs[0], ins, _kept, None)

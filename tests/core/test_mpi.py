@@ -20,8 +20,9 @@ SCRIPT = launch.HERE / "ranks_solve.py"
 
 JOBS = {
     "2 ranks": (2, "solvers=windows,secant", "outputs", "fastest", "one_shot", "disagree", "wires", "examples",
-                "modules", "depths", "refused"),
-    "3 ranks": (3, "solvers=3 levels,falls back", "small=mixed,complex", "messages", "spline", "transforms"),
+                "modules", "depths", "refused", "pipelines"),
+    "3 ranks": (3, "solvers=3 levels,falls back,serial", "small=mixed,complex", "messages", "spline", "transforms",
+                "pipelines"),
     "4 ranks": (4, "grid=2"),
 }  # fmt: skip
 """Few jobs with several cases each, as every rank of a job imports and compiles everything anew; see ranks_solve.py.

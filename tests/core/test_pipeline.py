@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_scanned_models as models
 from compiled import collectives, compiled
-from flax import linen, nnx
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from networks import mesh
@@ -380,6 +381,115 @@ def test_what_cannot_be_a_pipeline_is_said(name):
         lp_jax.pipeline(f, mesh(2), in_axes=axes)(jnp.ones(4), jnp.ones((M, 2)))
 
 
+# Models of other libraries
+
+
+def linen_model():
+    """Dropout has its keys, of every microbatch and layer."""
+    params = models.vision_transformer()[2]
+    apply = lambda params, x, key: models.Encoder().apply(params, x, False, rngs={"dropout": key})  # noqa: E731
+    keys = jax.random.split(jax.random.key(1), M)
+    return lp_jax.pipeline, apply, (None, 0, 0), (params, normal(0, M, 2, 9, 8), keys)
+
+
+def nnx_model():
+    """Blocks that are computed again, and names of axes."""
+    apply = lambda model, x: model(x)  # noqa: E731
+    return nn.pipeline, apply, (None, 0), (models.Stack(0), normal(0, M, 2, models.WIDTH))
+
+
+def equinox_model():
+    params, static = eqx.partition(models.EquinoxModel(jax.random.key(0)), eqx.is_array)
+    apply = lambda params, x: jax.vmap(eqx.combine(params, static))(x)  # noqa: E731
+    return lp_jax.pipeline, apply, (None, 0), (params, normal(0, M, 2, models.WIDTH))
+
+
+def module_of_layers():
+    """`nn.LayerParallel`, its layers in the pipeline."""
+    trunk = nn.LayerParallel(
+        lambda rngs: nn.DenseResidual(D, param_dtype=float, rngs=rngs), 5, rngs=nnx.Rngs(0)
+    )
+    return nn.pipeline, lambda trunk, x: trunk(x), (None, 0), (trunk, X)
+
+
+def haliax_model():
+    haliax = pytest.importorskip("haliax", reason="Haliax is not installed")
+    layers, width, out = (haliax.Axis(*each) for each in (("layers", 7), ("e", D), ("out", D)))
+
+    def apply(w, x):
+        step = lambda y, w: y + 0.1 * haliax.tanh(haliax.dot(y, w, axis=width).rename({"out": "e"}))  # noqa: E731
+        y = haliax.named(x, (haliax.Axis("batch", B), width))
+        return haliax.fold(step, layers)(y, haliax.named(w, (layers, width, out))).array
+
+    return lp_jax.pipeline, apply, (None, 0), (W, X)
+
+
+@pytest.mark.usefixtures("free_promotion")
+@pytest.mark.parametrize(
+    "model", [linen_model, nnx_model, equinox_model, module_of_layers, haliax_model]
+)
+def test_models_of_other_libraries(model):
+    pipeline, f, axes, (params, *args) = model()
+
+    def run(mapped):
+        loss = lambda params: total(mapped(params, *args))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    got, wanted = (run(mapped) for mapped in (pipeline(f, mesh(2), in_axes=axes), jax.vmap(f, axes)))
+    assert relative_error(got, wanted) < 1e-12
+
+
+class Network(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.opening = nnx.Linear(D, D, param_dtype=float, rngs=rngs)
+        self.norm = nn.BatchNorm(D, param_dtype=float, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.calls, self.counts = nnx.Variable(jnp.zeros(())), False
+        make = lambda key: nnx.Linear(D, D, param_dtype=float, rngs=nnx.Rngs(key))  # noqa: E731
+        self.layers = nnx.vmap(make)(jax.random.split(rngs.params(), 5))
+
+    def __call__(self, x, key=None):
+        if self.counts:
+            self.calls[...] += 1
+        y = self.norm(self.dropout(self.opening(x), rngs=key))
+
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def forward(y, layer):
+            return y + 0.1 * nnx.tanh(layer(y))
+
+        return jnp.mean((forward(y, self.layers) @ self.opening.kernel.T) ** 2)
+
+
+@pytest.mark.usefixtures("free_promotion")
+def test_modules_are_shared_by_all_microbatches():
+    """Their gradient goes outside. With keys as an argument there is dropout."""
+    keys = jax.random.split(jax.random.key(1), M)
+    call = lambda module, x, key: module(x, key)  # noqa: E731
+    module = Network()
+    module.norm.use_running_average = True
+    piped = nn.pipeline(call, mesh(2), in_axes=(None, 0, 0))
+    one_by_one = lambda module, *args: jnp.stack([call(module, *one) for one in zip(*args, strict=True)])  # noqa: E731
+    mean = lambda f: lambda module, x, keys: f(module, x, keys).mean()  # noqa: E731
+    got, wanted = (
+        nnx.jit(nnx.value_and_grad(mean(f)))(module, X, keys) for f in (piped, one_by_one)
+    )
+    assert relative_error(got, wanted) < 1e-12
+    assert not jnp.all(piped(module, X, keys) == piped(module, X, keys[::-1]))
+
+
+@pytest.mark.usefixtures("free_promotion")
+@pytest.mark.parametrize("what", ["statistics", "streams", "a variable"])
+def test_a_module_that_changes_is_refused(what):
+    module = Network()
+    module.norm.use_running_average = what != "statistics"
+    module.dropout.deterministic = what != "streams"
+    module.counts = what == "a variable"
+    piped = nn.pipeline(lambda module, x: module(x), mesh(2), in_axes=(None, 0))
+    with pytest.raises(ValueError, match=r"changes a module.* Call module.eval\(\) before; pass keys"):
+        piped(module, X)
+
+
 # Memory and messages
 
 
@@ -417,3 +527,69 @@ def test_messages():
     """One state in each turn, M + P - 1 turns each way, and no weights."""
     sent = collectives(compiled(wide(count=5, size=4)))
     assert sent == {("collective-permute", "f64[16,32]"): 2 * (5 + 4 - 1)}
+
+
+# The relay
+
+
+class Counted:
+    """Layers that count their evaluations, their transposes, and the gradients of their weights."""
+
+    def __init__(self):
+        self.counts = dict.fromkeys(("layers", "states", "weights"), 0)
+
+    def product(self, y, w):
+        def counted(kind, x):
+            self.counts[kind] += 1
+            return x
+
+        def pass_on(kind, x):
+            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return jax.pure_callback(functools.partial(counted, kind), shape, x, vmap_method="sequential")
+
+        @jax.custom_vjp
+        def product(y, w):
+            return pass_on("layers", y @ w)
+
+        product.defvjp(
+            lambda y, w: (product(y, w), (y, w)),
+            lambda kept, g: (pass_on("states", g @ kept[1].T), pass_on("weights", kept[0].T @ g)),
+        )
+        return product(y, w)
+
+
+@pytest.mark.parametrize(("how", "workers"), [("relay", 3), ("pipeline", 2), ("checkpoint", 2)])
+def test_every_layer_is_evaluated_once(how, workers):
+    """And transposed once, for the state and for the weights; with ``checkpoint``, evaluated twice."""
+    layers, w = Counted(), W[:6]
+
+    def f(scan, w, x):
+        return jnp.sum(scan(lambda y, w: (y + 0.3 * jnp.tanh(layers.product(y, w)), None), x, w)[0] ** 2)
+
+    if how == "relay":
+        scan = functools.partial(lp_jax.scan, solver=lp_jax.Serial(), comm=mesh(workers))
+        loss, x = functools.partial(f, scan), X[0]
+    else:
+        g = functools.partial(f, lax.scan)
+        piped = lp_jax.pipeline(g, mesh(workers), in_axes=(None, 0), checkpoint=how == "checkpoint")
+        loss, x = lambda w, x: jnp.sum(piped(w, x)), X
+    jax.block_until_ready(jax.jit(jax.grad(loss))(w, x))
+    times = 6 * (1 if how == "relay" else M)
+    evaluated = times * (2 if how == "checkpoint" else 1)
+    assert layers.counts == {"layers": evaluated, "states": times, "weights": times}
+
+
+def test_the_relay_has_the_gradient_of_a_scan():
+    """To the last bit or the one before, whatever is in the step; of outputs, weights and what the step closes over."""
+    f, _, (w, x) = steps_within_steps()
+    (w, b), x = DENSE[2][0], x[0]
+
+    def relayed(f, *args):
+        layers = lambda scan: scan.length > 3  # noqa: E731
+        g = lp_jax.parallel(f, solver=lp_jax.Serial(), comm=mesh(3), where=layers)
+        return numbers(g, *args), numbers(f, *args)
+
+    for f, args in ((f, (w, x)), (dense, ((w, b), x))):
+        got, wanted = relayed(f, *args)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_max_ulp(a, b, 8) if jnp.issubdtype(a.dtype, float) else None

@@ -614,6 +614,43 @@ def examples(_=None):
 
 
 @case
+def pipelines(_=None):
+    """Microbatches one after another over ranks: operands that differ, and then fewer layers than ranks."""
+    import test_pipeline as pipes
+
+    from lp_jax._arrays import _tree
+
+    f, axes, (common, own, x) = pipes.operands_that_differ()
+
+    def two(params, own, x):
+        common, few = params
+        y, *out = f(common, own, x)
+        last = lambda y, w: (pipes.block(y, w, common["b"]), None)  # noqa: E731
+        return jax.lax.scan(last, y, few)[0], *out
+
+    def here(tree):
+        (common, few), own, x = tree
+        run, last = mine(7, lp_jax.Serial()), mine(1, lp_jax.Serial())
+        common = common | {k: common[k][run] for k in "wn"}
+        own = own | {"layers": jax.tree.map(lambda leaf: leaf[:, run], own["layers"])}
+        return (common, few[last]), own, x
+
+    args = (common, pipes.W[:1]), own, x
+    alone = on_one_device(lambda _: pipes.numbers(jax.vmap(two, axes), *args))[""]
+    (_, (y, *out)), gradient = alone
+    run = mine(7, lp_jax.Serial())
+    wanted = (y, *(x[:, run] for x in out)), _tree.partition(here(_tree.partition(args)[1](gradient)))[0]
+    for checkpoint in (False, True):
+        piped = lp_jax.pipeline(two, COMM, in_axes=axes, checkpoint=checkpoint)
+        (_, out), gradient = pipes.numbers(piped, *here(args))
+        close((out, gradient), wanted)
+        same_everywhere((out[0], gradient[-1]))
+    with pytest.raises(ValueError, match="reverse=True needs all layers in one place.*Take that out"):
+        backwards = lambda w, x: jax.lax.scan(lambda y, w: (y * w, None), x, w, reverse=True)  # noqa: E731
+        lp_jax.pipeline(backwards, COMM, in_axes=(None, 0))(jnp.ones(run.stop - run.start), jnp.ones(2))
+
+
+@case
 def fail():
     """One rank raises in the middle of a step, within a compiled program."""
 
