@@ -426,13 +426,13 @@ def _register_messages() -> None:
 
     def batched(
         primitive: Any, operands: Sequence[Any], axes: Sequence[int], **params: Any
-    ) -> tuple[list[Any], list[int]]:
+    ) -> tuple[Any, int]:
         """All ranks' batches, by an operation that puts an axis for the ranks first."""
-        return primitive.bind(jnp.moveaxis(operands[0], axes[0], 0), **params), [1]
+        return primitive.bind(jnp.moveaxis(operands[0], axes[0], 0), **params), 1
 
     for eqn in jax.make_jaxpr(messages)(np.float32(0)).eqns:
         rules[eqn.primitive] = again
-        if eqn.primitive not in batching.primitive_batchers:  # that of `gather`
+        if "allgather" in eqn.primitive.name:  # mpi4jax has no rule for it
             batching.primitive_batchers[eqn.primitive] = functools.partial(batched, eqn.primitive)
         for effect in eqn.effects:
             effects.remat_allowed_effects.add_type(type(effect))
