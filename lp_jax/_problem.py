@@ -24,7 +24,6 @@ from lp_jax._programs._traced import prepare, trace
 from lp_jax._solution import Solution
 from lp_jax._solvers._solver import Solver, Stats
 
-
 SOLVED = "lp_jax.solve"  # scope of the operations of a solve
 
 
@@ -285,8 +284,9 @@ def _in_pipeline(
 
     @solved.def_vmap
     def together(size: int, batched: list[Arrays], arrays: Arrays) -> tuple[Output, Output]:
-        flags = (tuple(jax.tree.leaves(tree)) for tree in (batched[0].slices, batched[0].shared))
-        own = dataclasses.replace(program, mapped=Mapped(*flags, piping.checkpoint))
+        flags = [tuple(jax.tree.leaves(tree)) for tree in batched[0][:3]]
+        mapped = Mapped(flags[0], flags[2], piping.checkpoint)
+        own = dataclasses.replace(program, mapped=mapped)
 
         def specs() -> Output:
             one = jax.tree.map(lambda x, each: x[0] if each else x, arrays, batched[0])

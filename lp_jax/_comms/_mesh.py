@@ -222,7 +222,10 @@ _reshard.def_impl(lambda x, place: jax.device_put(x, place))
 _reshard.def_abstract_eval(
     lambda x, place: x.update(sharding=NamedSharding(place.mesh.abstract_mesh, place.spec))
 )
-mlir.register_lowering(_reshard, mlir.lower_fun(lambda x, place: jax.sharding.reshard(x, place), multiple_results=False))
+mlir.register_lowering(
+    _reshard,
+    mlir.lower_fun(lambda x, place: jax.sharding.reshard(x, place), multiple_results=False),
+)
 ad.deflinear2(_reshard, lambda cotangent, x, place: [retyped(cotangent, x.aval.sharding)])
 batching.primitive_batchers[_reshard] = functools.partial(batch_with_place, _resharded)
 

@@ -210,7 +210,9 @@ class Linearised:
         ) -> tuple[tuple[State, list[jax.Array]], PyTree]:
             seen = combine_shared(weights) if self.weights else shared
             u_next, aux = self.step(u, combine(leaves), seen)
-            emitted, _ = _tree.partition(jax.tree.map(jnp.asarray, aux) if self.emits else (), self.emits)
+            emitted, _ = _tree.partition(
+                jax.tree.map(jnp.asarray, aux) if self.emits else (), self.emits
+            )
             return (u_next, emitted), aux
 
         return jax.vjp(step, u, leaves, weights if self.weights else [], has_aux=True)

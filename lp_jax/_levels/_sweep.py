@@ -1,7 +1,6 @@
 """Propagate through a level: all intervals at once (`sweep`), or step after step (`march`)."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax

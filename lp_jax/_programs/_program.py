@@ -18,8 +18,8 @@ from lp_jax._comms._workers import Workers
 from lp_jax._levels._chain import Chain, pad_slices
 from lp_jax._levels._layer import Traced
 from lp_jax._levels._result import DONE, SERIAL, if_finite
-from lp_jax._programs._adjoint import Forward, solve_adjoint
 from lp_jax._programs import _relay
+from lp_jax._programs._adjoint import Forward, solve_adjoint
 from lp_jax._programs._asked import count_ends, counts_of, report_stats
 from lp_jax._programs._relay import LAYERS, Kept, Mapped, Seen
 from lp_jax._solvers._serial import no_stats, propagate
@@ -60,7 +60,8 @@ class Program:
     adjoint_stride: int  # the same of the adjoint solve
     zeros: bool = False  # whether both solves start from zeros
     scan: bool = False  # whether the solve is a ``lax.scan`` that JAX differentiates
-    relay: str = ""  # the steps of a relay, if layers over several workers are propagated one after another
+    # the steps of a relay, if layers over several workers are propagated one after another
+    relay: str = ""
     mapped: Mapped | None = None  # the microbatches, if `arrays` have some
     done: int = DONE  # result code of a solve that did what was asked
 
@@ -86,7 +87,9 @@ class Program:
             out, left = self.kept.forward(arrays, keep=True)
             return out, (arrays, left, (out[0], out[1], out[2][0].result))
 
-        def bwd(residuals: tuple[Arrays, Forward | Kept, PyTree], cotangents: Output) -> tuple[Arrays]:
+        def bwd(
+            residuals: tuple[Arrays, Forward | Kept, PyTree], cotangents: Output
+        ) -> tuple[Arrays]:
             arrays, left, (y1, aux, result) = residuals
             y1_cotangent, keep = (
                 jax.tree.map(_or_zeros, cotangents[0], y1),
@@ -121,7 +124,8 @@ class Program:
     def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
         """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
         if not self.scan:
-            own = dataclasses.replace(self, relay=self.relay and LAYERS).kept  # it returns cotangents of all layers
+            # it returns cotangents of all layers
+            own = dataclasses.replace(self, relay=self.relay and LAYERS).kept
             out, left = own.forward(arrays, keep=True)
             return out, lambda *cotangents: own.backward(arrays, left, *cotangents, keep=True)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _tree
+from lp_jax._arrays._place import placed_here
 from lp_jax._arrays._types import Arrays, PyTree, Slices, Stacked, State
 from lp_jax._comms._workers import one_after_another
 from lp_jax._levels._chain import Chain
@@ -33,7 +34,6 @@ Seen = tuple[jax.Array | None, ...]
 
 LAYERS, WHOLE = "layers", "whole"
 """The steps of a relay: layers, or all layers of a worker as one step that JAX differentiates."""
-
 
 
 class Mapped(NamedTuple):
@@ -109,7 +109,8 @@ class Relay:
         common = _picked(mapped.shared, list(map(_tree.inexact, jax.tree.leaves(chain.shared))))
         two = self._two_passes(kept, sources, lams)
         late, early = two.late, [not late for late in two.late]
-        flags, n = [*own, *common], len(own)  # gradients of own operands come before those of shared ones
+        # gradients of own operands come before those of shared ones
+        flags, n = [*own, *common], len(own)
         n_early, structure = sum(early[:n]), jax.tree.structure(lams)
 
         def turn(lam: State, number: jax.Array | int) -> tuple[State, PyTree, PyTree]:
@@ -118,7 +119,10 @@ class Relay:
             def back(carry: tuple[State, list[jax.Array]], x: PyTree) -> tuple[PyTree, PyTree]:
                 (lam, total), (x, kept, sources) = carry, x
                 lam, gradients, passed = two.back((lam, sources), (x, shared, kept))
-                lam, total = structure.unflatten(lam), _tree.add(total, gradients[n_early:])
+                lam, total = (
+                    jax.tree.unflatten(structure, lam),
+                    _tree.add(total, gradients[n_early:]),
+                )
                 return (lam, total), (gradients[:n_early], passed, lam if keep else None)
 
             xs = _entries(self.xs, mapped.slices, number, axis=1)
@@ -168,9 +172,13 @@ class Relay:
     def _step(self, u: State, x: Slices, shared: PyTree) -> tuple[State, tuple[PyTree, Stacked]]:
         """A step: the next state; aux, and the states after its layers."""
         if self.whole:
-            chain = dataclasses.replace(self.chain, slices=x, y0=u, shared=shared)
-            last, (states, aux) = propagate(chain, None)
-            return last, (aux, states)
+            home = self.chain.traced.steps[0][1].home or jax.sharding.get_abstract_mesh()
+            # what JAX keeps for the gradient has the types of the step
+            with jax.sharding.use_abstract_mesh(home):
+                u, x, shared = jax.tree.map(placed_here, (u, x, shared))
+                chain = dataclasses.replace(self.chain, slices=x, y0=u, shared=shared)
+                last, (states, aux) = propagate(chain, None)
+            return jax.tree.map(placed_here, (last, (aux, states)))
         u_next, aux = self.chain.step(0, aux=True)(u, x, shared)
         return u_next, (aux, u_next)
 
@@ -196,20 +204,29 @@ class Relay:
         """The transposed step in two passes."""
         linearised = self._linearised()
 
-        def transpose(lam: State, sources: PyTree, operands: PyTree) -> tuple[State, list[jax.Array]]:
+        def transpose(
+            lam: State, sources: PyTree, operands: PyTree
+        ) -> tuple[State, list[jax.Array]]:
             x, shared, kept = operands
             pull = linearised.transpose(kept.states, x, shared, kept.linearisations)
             lam, own, weights = pull(lam, sources)
             return lam, [*own, *weights]
 
         _, x, shared = self._first()
-        of_step = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype))
+        of_step = functools.partial(
+            jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype)
+        )
         return in_two_passes(
             transpose, _tree.entry_like(lams), of_step(sources), (x, shared, of_step(kept))
         )
 
     def _along(
-        self, f: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], carry: PyTree, xs: PyTree, *, reverse: bool = False
+        self,
+        f: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+        carry: PyTree,
+        xs: PyTree,
+        *,
+        reverse: bool = False,
     ) -> tuple[PyTree, PyTree]:
         """Scan over the steps."""
         if self.whole:  # one step
@@ -275,13 +292,15 @@ def backward(
     return Arrays(slices, y0, shared, adjoint_guess=workers.trim(ended)), stats
 
 
-def _by_microbatch(program: "Program", arrays: Arrays) -> tuple[tuple[Slices, State, PyTree], Mapped]:
+def _by_microbatch(
+    program: "Program", arrays: Arrays
+) -> tuple[tuple[Slices, State, PyTree], Mapped]:
     """The operands with the layers before the microbatches, of which there is one if none are given."""
     slices, y0, shared = arrays[:3]
     if program.mapped:
         return (_swapped(slices, program.mapped.slices), y0, shared), program.mapped
-    none = (tuple(False for _ in jax.tree.leaves(tree)) for tree in (slices, shared))
-    return (slices, jax.tree.map(lambda x: x[None], y0), shared), Mapped(*none)
+    none = [(False,) * len(jax.tree.leaves(tree)) for tree in (slices, shared)]
+    return (slices, jax.tree.map(lambda x: x[None], y0), shared), Mapped(none[0], none[1])
 
 
 def _swapped(tree: PyTree, flags: Sequence[bool]) -> PyTree:
@@ -299,9 +318,11 @@ def _as_layers(x: jax.Array, each: bool) -> jax.Array:
     return jnp.swapaxes(x[0], 0, 1) if each else x[0]
 
 
-def _leafwise(f: Callable[[jax.Array, bool], jax.Array], tree: PyTree, flags: Sequence[bool]) -> PyTree:
+def _leafwise(
+    f: Callable[[jax.Array, bool], jax.Array], tree: PyTree, flags: Sequence[bool]
+) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten([f(x, flag) for x, flag in zip(leaves, flags, strict=True)])
+    return jax.tree.unflatten(structure, map(f, leaves, flags))
 
 
 def _entries(tree: PyTree, flags: Sequence[bool], number: jax.Array | int, axis: int = 0) -> PyTree:
