@@ -191,7 +191,9 @@ class Rules:
             return f(*args, **kwargs)
 
         closed, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-        if not any(eqn.primitive.name == "scan" for eqn in _products.walk(closed.jaxpr.eqns)):
+        # on a rank without layers, a solve has no scan
+        names = {eqn.primitive.name for eqn in _products.walk(closed.jaxpr.eqns)}
+        if "scan" not in names and not _inputs.comm(self.comm).splits:
             self._warn(_NO_SCAN.format(getattr(f, "__name__", f)), self.solver)
         pairs = zip(
             closed.jaxpr.outvars, self.run(closed.jaxpr, closed.consts, *arrays), strict=True
@@ -223,9 +225,8 @@ class Rules:
             if name == "closed_call" or self.tell is not None:
                 return called(*ins)
             inner = jax.make_jaxpr(called)(*(v.aval for v in eqn.invars))
-            if any(
-                isinstance(x, jax.core.Tracer) for x in inner.consts
-            ):  # of a context around the function
+            # a context around the function may bring tracers
+            if any(isinstance(x, jax.core.Tracer) for x in inner.consts):
                 places = {"in_shardings": p["in_shardings"], "out_shardings": [*p["out_shardings"]]}
                 return jax.jit(core.jaxpr_as_fun(inner), **places)(*ins)
             return eqn.primitive.bind(*ins, **{**p, "jaxpr": inner})
@@ -303,6 +304,9 @@ class Rules:
             source=_source(eqn),
         )
 
+        nothing = self.strict and not any(map(_tree.inexact, given[1]))
+        if nothing or not (about.length or _inputs.comm(self.comm).splits):
+            return about._replace(takes=f"{_LEFT}nothing to solve"), None
         wanted = True if self.where is None else self.where(about)
         if wanted is False:
             return about._replace(takes=f"{_LEFT}where(scan) is False"), None
@@ -320,10 +324,7 @@ class Rules:
         if any(getattr(effect, "name", None) not in devices for effect in program.effects):
             return left("its step has side effects")
         if not any(map(_tree.inexact, given[1])):
-            none = "no floating-point numbers in the carry"
-            return (about._replace(takes=_LEFT + none), None) if self.strict else left(none)
-        if not (about.length or _inputs.comm(self.comm).splits):
-            return about._replace(takes=f"{_LEFT}no steps"), None
+            return left("no floating-point numbers in the carry")
         if any(
             _in_gradient(one) and _has_scan([one])
             for one in _products.walk(program.eqns, into=_WALKED)

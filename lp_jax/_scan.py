@@ -185,9 +185,8 @@ def _as_problem(
     )  # the layers' numbers are stacked even if nothing else is
     step = _BodyStep.of(body, init)
     y0 = step.solved_for(jax.tree.leaves(init))
-    whole = (
-        1.0 if comm.splits else float(n)
-    )  # ranks with unlike numbers of layers have to agree on it
+    # ranks with unlike numbers of layers have to agree on it
+    whole = 1.0 if comm.splits else float(n)
     return Problem(step, xs, y0, data=data, t1=whole, comm=comm, has_aux=True), last
 
 

@@ -271,17 +271,8 @@ def _nbytes(v: core.Var) -> int:
 CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"}
 
 
-class Part(NamedTuple):
-    """Some operations of a program, which `evaluate` reads as it reads a program."""
-
-    constvars: Sequence[core.Var]
-    invars: Sequence[core.Var]
-    eqns: Sequence[core.JaxprEqn]
-    outvars: Sequence[core.Var | core.Literal]
-
-
 def evaluate(
-    jaxpr: core.Jaxpr | Part, consts: Sequence[Any], args: Sequence[Any], operation: Operation
+    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], operation: Operation
 ) -> list[Any]:
     """Evaluate a program, with each operation's scopes and place in the source."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))

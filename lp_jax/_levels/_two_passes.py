@@ -13,7 +13,7 @@ import jax
 from jax.extend import core
 
 from lp_jax._arrays._place import nowhere, placed_here, retyped
-from lp_jax._arrays._products import Part, array_type, bind, evaluate, through_calls
+from lp_jax._arrays._products import array_type, bind, evaluate, through_calls
 from lp_jax._arrays._types import PyTree
 
 _CALLS = "jit", "pjit", "closed_call", "checkpoint", "remat2"
@@ -27,8 +27,8 @@ class TwoPasses:
         late: of each gradient, whether the second pass computes it. Others need the same operations as the cotangents.
     """
 
-    first: Part
-    second: Part
+    first: core.Jaxpr
+    second: core.Jaxpr
     consts: Sequence[Any]
     cotangents: int
     late: tuple[bool, ...]
@@ -37,20 +37,18 @@ class TwoPasses:
         self, cotangents: PyTree, operands: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         """Return the cotangents, the gradients that are not late, and what is passed to `gradients`."""
-        out = _run(self.first, self.consts, (cotangents, operands))
+        out = self._run(self.first, (cotangents, operands))
         n, early = self.cotangents, self.cotangents + self.late.count(False)
         return out[:n], out[n:early], out[early:]
 
     def gradients(self, given: PyTree, operands: PyTree) -> list[jax.Array]:
         """Return the late gradients; ``given`` is what was passed, and the sources."""
-        return _run(self.second, self.consts, (given, operands))
+        return self._run(self.second, (given, operands))
 
-
-def _run(part: Part, consts: Sequence[Any], args: PyTree) -> list[jax.Array]:
-    """Evaluate it. JAX refuses operations between types of the trace and those of loops that values came through."""
-    types = [array_type(v).sharding for v in part.invars]
-    values = map(retyped, jax.tree.leaves(args), types)
-    return list(map(placed_here, evaluate(part, consts, [*values], bind)))
+    def _run(self, part: core.Jaxpr, args: PyTree) -> list[jax.Array]:
+        """Evaluate it. JAX refuses operations between types of the trace and those of loops that values came through."""
+        values = map(retyped, jax.tree.leaves(args), [array_type(v).sharding for v in part.invars])
+        return list(map(placed_here, evaluate(part, self.consts, [*values], bind)))
 
 
 def in_two_passes(
@@ -80,8 +78,8 @@ def in_two_passes(
     early = [v for v, is_late in zip(gradients, late, strict=True) if not is_late]
     results = [*jaxpr.outvars[:count], *early, *passed]
     return TwoPasses(
-        Part(jaxpr.constvars, jaxpr.invars, _needed(jaxpr.eqns, results), results),
-        Part(jaxpr.constvars, [*passed, *jaxpr.invars[count:]], second, outs),
+        jaxpr.replace(eqns=_needed(jaxpr.eqns, results), outvars=results),
+        jaxpr.replace(invars=[*passed, *jaxpr.invars[count:]], eqns=second, outvars=outs),
         whole.consts,
         count,
         late,

@@ -49,9 +49,8 @@ class Piping:
     """How microbatches go through a row of workers, for the solves of one of them; compared by its key, as `ResultCounter` is."""
 
     comm: Comm
-    number: jax.Array = dataclasses.field(
-        compare=False
-    )  # of the microbatch: an array that ``jax.vmap`` maps over them
+    # of the microbatch: an array that ``jax.vmap`` maps over them
+    number: jax.Array = dataclasses.field(compare=False)
     checkpoint: bool
     key: object
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _tree
+from lp_jax._arrays._place import placed_here
 from lp_jax._arrays._types import Arrays, PyTree, Slices, Stacked, State
 from lp_jax._comms._workers import one_after_another
 from lp_jax._levels._chain import Chain
@@ -165,9 +166,13 @@ class Relay:
     def _step(self, u: State, x: Slices, shared: PyTree) -> tuple[State, tuple[PyTree, Stacked]]:
         """A step: the next state; aux, and the states after its layers."""
         if self.whole:
-            chain = dataclasses.replace(self.chain, slices=x, y0=u, shared=shared)
-            last, (states, aux) = propagate(chain, None)
-            return last, (aux, states)
+            home = self.chain.traced.steps[0][1].home or jax.sharding.get_abstract_mesh()
+            # what JAX keeps for the gradient has the types of the step
+            with jax.sharding.use_abstract_mesh(home):
+                u, x, shared = jax.tree.map(placed_here, (u, x, shared))
+                chain = dataclasses.replace(self.chain, slices=x, y0=u, shared=shared)
+                last, (states, aux) = propagate(chain, None)
+            return jax.tree.map(placed_here, (last, (aux, states)))
         u_next, aux = self.chain.step(0, aux=True)(u, x, shared)
         return u_next, (aux, u_next)
 

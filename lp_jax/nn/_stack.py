@@ -309,8 +309,8 @@ def pipeline(f: Callable[..., PyTree], *args: Any, **options: Any) -> Callable[.
         inputs, count = program.jaxpr.invars, len(jax.tree.leaves(left))
         if follow(program.jaxpr, inputs, _kept, None)[:count] != inputs:
             raise ValueError(
-                "lp_jax.nn.pipeline got a function that changes a module, such as running statistics, counts of random streams or "
-                "sown values, and all microbatches share it. Call module.eval() before; pass keys as an argument with an axis "
+                "lp_jax.nn.pipeline got a function that changes a module, such as running statistics, counts of random streams "
+                "or sown values, and all microbatches share it. Call module.eval() before; pass keys as an argument with an axis "
                 "of microbatches, for nnx.Dropout(rate)(x, rngs=key)."
             )
         leaves = core.jaxpr_as_fun(program)(*jax.tree.leaves(state))

@@ -52,7 +52,7 @@ def read(
         slices = jax.tree.map(lambda x: x[:mine], arrays.slices)
         return dataclasses.replace(program, workers=marked), arrays._replace(slices=slices)
 
-    def forward(matrices: jax.Array, y0: jax.Array) -> tuple[Output, Forward | None]:
+    def forward(matrices: jax.Array, y0: jax.Array) -> tuple[Output, PyTree]:
         program, arrays = prepared(matrices, y0)
         return program.forward(arrays, keep=kept or not first.keeps_states)
 

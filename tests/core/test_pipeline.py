@@ -108,9 +108,7 @@ def encoder_and_decoder():
 
     def f(params, x):
         first, second, b = params
-        memory, states = lax.scan(
-            lambda y, w: (new := block(y, w, b), new), x, first, reverse=True
-        )
+        memory, states = lax.scan(lambda y, w: (new := block(y, w, b), new), x, first, reverse=True)
         read = jnp.mean(states, 0)
         return lax.scan(lambda y, w: (block(y + 0.1 * read, w, b), None), memory, second)[0]
 
@@ -250,7 +248,10 @@ def test_another_axis_of_the_mesh(name):
     where, (weights, batch) = devices(2, 2), SHARDED[name]
     (w, b), x = DENSE[2]
     w, x = (w[:6], x[:, :2])
-    args = ((jax.device_put(w, NamedSharding(where, weights)), b), jax.device_put(x, NamedSharding(where, batch)))
+    args = (
+        (jax.device_put(w, NamedSharding(where, weights)), b),
+        jax.device_put(x, NamedSharding(where, batch)),
+    )
     context = jax.set_mesh(where) if name == "fsdp" else contextlib.nullcontext()
     with context:
         check(dense, (None, 0), args, where, checkpoint=name == "data")
@@ -269,13 +270,22 @@ def test_explicit_axes(inside):
     """The default of `jax.make_mesh`: types of the results hold the places of the batch."""
     where = devices(2, 2, kind=AxisType.Explicit)
     (w, b), x = DENSE[2]
-    (f, axes), put = DENSE[:2], lambda x, *spec: jax.device_put(x, NamedSharding(where, PartitionSpec(*spec)))
+
+    def rectified(params, x):  # with a rule for derivatives, which knows the types of its trace
+        w, b = params
+        return lax.scan(lambda y, w: (y + jax.nn.relu(y @ w + b[None]), jnp.mean(y, -1)), x, w)
+
+    (f, axes), put = (
+        DENSE[:2],
+        lambda x, *spec: jax.device_put(x, NamedSharding(where, PartitionSpec(*spec))),
+    )
     args = (put(w), put(b)), put(x[:, :2], None, "data")
     if not inside:
         return check(f, axes, args, where)
     with jax.set_mesh(where):
         check(f, axes, args, where)
-        y, means = jax.jit(lp_jax.pipeline(f, where, in_axes=axes))(*args)
+        check(rectified, axes, args, where, checkpoint=True)
+        y, _ = jax.jit(lp_jax.pipeline(f, where, in_axes=axes))(*args)
         assert jax.typeof(y).sharding.spec == PartitionSpec(None, "data", None)
 
 
@@ -316,12 +326,23 @@ def test_a_second_call_compiles_nothing_and_donated_arrays_are_free():
 
 
 def test_codes_of_solves_inside():
+    """Also in a function that is jitted itself."""
     f, axes, args = DENSE
+    f = jax.jit(f)
     loss = lambda *args: total(lp_jax.pipeline(f, mesh(2), in_axes=axes)(*args))  # noqa: E731
     value, gradient, results = jax.jit(lp_jax.value_and_grad(loss))(*args)
     wanted = jax.value_and_grad(lambda *args: total(jax.vmap(f, axes)(*args)))(*args)
     assert relative_error((value, gradient), wanted) < 1e-12
     assert (int(results.forward), int(results.adjoint)) == (0, 0)
+
+
+def test_codes_of_solves_in_a_jitted_part():
+    """Of `parallel`, which brings the array that counts into the part's program."""
+    f, _, (params, x) = DENSE
+    solver = lp_jax.Picard(sweeps=1, rtol=1e-3)
+    loss = lambda *args: total(lp_jax.parallel(jax.jit(f), solver=solver)(*args))  # noqa: E731
+    _, _, results = lp_jax.value_and_grad(loss)(params, x[0])
+    assert "did not come down to the tolerance" in lp_jax.RESULTS[int(results.forward)]
 
 
 def test_a_solver_that_is_named_is_used():
@@ -435,7 +456,9 @@ def test_models_of_other_libraries(model):
         loss = lambda params: total(mapped(params, *args))  # noqa: E731
         return jax.jit(jax.value_and_grad(loss))(params)
 
-    got, wanted = (run(mapped) for mapped in (pipeline(f, mesh(2), in_axes=axes), jax.vmap(f, axes)))
+    got, wanted = (
+        run(mapped) for mapped in (pipeline(f, mesh(2), in_axes=axes), jax.vmap(f, axes))
+    )
     assert relative_error(got, wanted) < 1e-12
 
 
@@ -469,7 +492,9 @@ def test_modules_are_shared_by_all_microbatches():
     module = Network()
     module.norm.use_running_average = True
     piped = nn.pipeline(call, mesh(2), in_axes=(None, 0, 0))
-    one_by_one = lambda module, *args: jnp.stack([call(module, *one) for one in zip(*args, strict=True)])  # noqa: E731
+    one_by_one = lambda module, *args: jnp.stack(
+        [call(module, *one) for one in zip(*args, strict=True)]
+    )
     mean = lambda f: lambda module, x, keys: f(module, x, keys).mean()  # noqa: E731
     got, wanted = (
         nnx.jit(nnx.value_and_grad(mean(f)))(module, X, keys) for f in (piped, one_by_one)
@@ -486,7 +511,9 @@ def test_a_module_that_changes_is_refused(what):
     module.dropout.deterministic = what != "streams"
     module.counts = what == "a variable"
     piped = nn.pipeline(lambda module, x: module(x), mesh(2), in_axes=(None, 0))
-    with pytest.raises(ValueError, match=r"changes a module.* Call module.eval\(\) before; pass keys"):
+    with pytest.raises(
+        ValueError, match=r"changes a module.* Call module.eval\(\) before; pass keys"
+    ):
         piped(module, X)
 
 
@@ -518,8 +545,12 @@ def test_memory():
         for lowered in (wide(count=4), wide(count=24), wide(count=24, checkpoint=True))
     )
     state = 16 * 32 * 8
-    grown = (many - few) / (20 * state)  # states for each microbatch, of which its four layers keep some
-    assert 4 * 4 < grown < 4 * 9  # a layer keeps the state, two arrays of each tanh, and the cotangent of the product
+    grown = (many - few) / (
+        20 * state
+    )  # states for each microbatch, of which its four layers keep some
+    assert (
+        4 * 4 < grown < 4 * 9
+    )  # a layer keeps the state, two arrays of each tanh, and the cotangent of the product
     assert again < 0.3 * many
 
 
@@ -545,7 +576,9 @@ class Counted:
 
         def pass_on(kind, x):
             shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            return jax.pure_callback(functools.partial(counted, kind), shape, x, vmap_method="sequential")
+            return jax.pure_callback(
+                functools.partial(counted, kind), shape, x, vmap_method="sequential"
+            )
 
         @jax.custom_vjp
         def product(y, w):
@@ -564,7 +597,9 @@ def test_every_layer_is_evaluated_once(how, workers):
     layers, w = Counted(), W[:6]
 
     def f(scan, w, x):
-        return jnp.sum(scan(lambda y, w: (y + 0.3 * jnp.tanh(layers.product(y, w)), None), x, w)[0] ** 2)
+        return jnp.sum(
+            scan(lambda y, w: (y + 0.3 * jnp.tanh(layers.product(y, w)), None), x, w)[0] ** 2
+        )
 
     if how == "relay":
         scan = functools.partial(lp_jax.scan, solver=lp_jax.Serial(), comm=mesh(workers))
@@ -589,7 +624,7 @@ def test_the_relay_has_the_gradient_of_a_scan():
         g = lp_jax.parallel(f, solver=lp_jax.Serial(), comm=mesh(3), where=layers)
         return numbers(g, *args), numbers(f, *args)
 
-    for f, args in ((f, (w, x)), (dense, ((w, b), x))):
-        got, wanted = relayed(f, *args)
+    for g, args in ((f, (w, x)), (dense, ((w, b), x))):
+        got, wanted = relayed(g, *args)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_array_max_ulp(a, b, 8) if jnp.issubdtype(a.dtype, float) else None

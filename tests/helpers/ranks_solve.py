@@ -639,15 +639,22 @@ def pipelines(_=None):
     alone = on_one_device(lambda _: pipes.numbers(jax.vmap(two, axes), *args))[""]
     (_, (y, *out)), gradient = alone
     run = mine(7, lp_jax.Serial())
-    wanted = (y, *(x[:, run] for x in out)), _tree.partition(here(_tree.partition(args)[1](gradient)))[0]
+    wanted = (
+        (y, *(x[:, run] for x in out)),
+        _tree.partition(here(_tree.partition(args)[1](gradient)))[0],
+    )
     for checkpoint in (False, True):
         piped = lp_jax.pipeline(two, COMM, in_axes=axes, checkpoint=checkpoint)
         (_, out), gradient = pipes.numbers(piped, *here(args))
         close((out, gradient), wanted)
         same_everywhere((out[0], gradient[-1]))
-    with pytest.raises(ValueError, match="reverse=True needs all layers in one place.*Take that out"):
+    with pytest.raises(
+        ValueError, match=r"reverse=True needs all layers in one place.*Take that out"
+    ):
         backwards = lambda w, x: jax.lax.scan(lambda y, w: (y * w, None), x, w, reverse=True)  # noqa: E731
-        lp_jax.pipeline(backwards, COMM, in_axes=(None, 0))(jnp.ones(run.stop - run.start), jnp.ones(2))
+        lp_jax.pipeline(backwards, COMM, in_axes=(None, 0))(
+            jnp.ones(run.stop - run.start), jnp.ones(2)
+        )
 
 
 @case
