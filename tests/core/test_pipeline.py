@@ -492,9 +492,10 @@ def test_modules_are_shared_by_all_microbatches():
     module = Network()
     module.norm.use_running_average = True
     piped = nn.pipeline(call, mesh(2), in_axes=(None, 0, 0))
-    one_by_one = lambda module, *args: jnp.stack(
-        [call(module, *one) for one in zip(*args, strict=True)]
-    )
+
+    def one_by_one(module, *args):
+        return jnp.stack([call(module, *one) for one in zip(*args, strict=True)])
+
     mean = lambda f: lambda module, x, keys: f(module, x, keys).mean()  # noqa: E731
     got, wanted = (
         nnx.jit(nnx.value_and_grad(mean(f)))(module, X, keys) for f in (piped, one_by_one)
