@@ -69,7 +69,12 @@ def in_two_passes(
             follows.update(eqn.outvars)
     waited_for = [e for e in _needed(jaxpr.eqns, jaxpr.outvars[:count]) if _in(follows, e.outvars)]
     made = {*entering, *(v for eqn in waited_for for v in eqn.outvars)}
-    late = tuple(not _in(made, [v]) for v in gradients)
+    # what is made of one value of the first pass is made there, too: it would be passed on in its place
+    near = set(made)
+    for eqn in jaxpr.eqns:
+        if len(_variables(eqn.invars)) == 1 and _in(near, eqn.invars):
+            near.update(eqn.outvars)
+    late = tuple(not _in(near, [v]) for v in gradients)
     rest = [eqn for eqn in jaxpr.eqns if not _in(made, eqn.outvars)]
     outs = [v for v, is_late in zip(gradients, late, strict=True) if is_late]
     second = _needed(rest, outs)
