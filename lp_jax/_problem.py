@@ -75,16 +75,12 @@ class Problem(_inputs.Network):
         program, arrays = prepare(problem, solver, adjoint_solver, guess, adjoint_guess)
         arrays = program.refuse_forward_mode(arrays)
 
-        def alone(arrays: Arrays) -> Output:
-            specs = functools.partial(_partitions, program, arrays)
-            return problem.comm.adapt(program, arrays, specs)(arrays)
-
+        specs = functools.partial(_partitions, program, arrays)
+        solved = problem.comm.adapt(program, arrays, specs)
+        if piping is not None and program.relay:
+            solved = functools.partial(_in_pipeline, problem.comm, piping, program, solved)
         with jax.named_scope(SOLVED):
-            solved = alone
-            if piping is not None and program.relay:
-                solved = functools.partial(_in_pipeline, problem.comm, piping, program, alone)
-            out = solved(arrays)
-        y1, aux, (stats, trajectory) = out
+            y1, aux, (stats, trajectory) = solved(arrays)
         return Solution(
             y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux
         )

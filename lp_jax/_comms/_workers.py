@@ -290,6 +290,9 @@ class Local(Workers):
     def gather(self, tree: PyTree, span: int) -> PyTree:
         return tree
 
+    def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
+        return run(y0)
+
     def pipeline(
         self, turn: Turn, entries: Stacked, *, reverse: bool
     ) -> tuple[Stacked, PyTree, PyTree]:

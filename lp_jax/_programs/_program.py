@@ -20,8 +20,8 @@ from lp_jax._levels._layer import Traced
 from lp_jax._levels._result import DONE, SERIAL, if_finite
 from lp_jax._programs import _relay
 from lp_jax._programs._adjoint import Forward, solve_adjoint
-from lp_jax._programs._asked import count_ends, counts_of, report_stats
-from lp_jax._programs._relay import Kept, Mapped, Seen
+from lp_jax._programs._asked import Piping, count_ends, counts_of, report_stats
+from lp_jax._programs._relay import LAYERS, WHOLE, Kept, Mapped, Seen
 from lp_jax._solvers._serial import no_stats, propagate
 from lp_jax._solvers._solver import Solver, Stats, iterate
 
@@ -142,6 +142,14 @@ class Program:
             return Arrays(*pull((cotangent, of_aux))), no_stats(cotangent, self.done)
 
         return out, pullback
+
+    def steps_of_relay(self, solver: Solver, piping: Piping | None) -> str:
+        """How exact propagation over several workers is differentiated; "" where that is a scan, or recomputes intervals."""
+        if piping is not None:
+            return WHOLE if piping.checkpoint else LAYERS
+        if self.workers.size == 1 or not solver.keeps_states:
+            return ""
+        return LAYERS if self.workers.processor.two_passes(self.traced.footprint) else WHOLE
 
     def chain(self, slices: Slices, y0: State, shared: PyTree, *others: PyTree) -> Chain:
         """The chain of these layers: all layers, or those of one worker; ``others`` are the other arrays of a solve."""

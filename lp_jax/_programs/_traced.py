@@ -23,7 +23,6 @@ from lp_jax._levels._result import DONE, SERIAL
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
 from lp_jax._programs._program import Program
-from lp_jax._programs._relay import LAYERS, WHOLE
 from lp_jax._solvers._coupling import couplings, shares_weights
 from lp_jax._solvers._default import SWEEPS, Fastest, Layers, choose
 from lp_jax._solvers._elementwise import places
@@ -52,12 +51,8 @@ def prepare(
         adjoint_solver = adjoint_default if adjoint_solver in (None, named) else adjoint_solver
     pair = _inputs.pair(solver, adjoint_solver)
     program, arrays = (found and _reused(*found, pair)) or trace(problem, pair)
-    workers, layers, rows, start = (
-        program.workers,
-        program.workers.layers,
-        program.workers.rows[0],
-        None,
-    )
+    workers, start = program.workers, None
+    layers, rows = workers.layers, workers.rows[0]
     solver, adjoint_solver = arrays.solver, arrays.adjoint_solver
     for each in (solver, adjoint_solver):
         _inputs.at_once(each, layers)
@@ -76,12 +71,8 @@ def prepare(
     )  # see `Serial`
     scan = exact and adjoint_guess is None and not contracts and piping is None
     relay = ""
-    if isinstance(solver, Serial) and isinstance(adjoint_solver, Serial) and adjoint_guess is None:
-        if piping is not None:
-            relay = WHOLE if piping.checkpoint else LAYERS
-        elif workers.size > 1 and solver.keeps_states:
-            two = workers.processor.two_passes(program.traced.footprint)
-            relay = LAYERS if two else WHOLE
+    if solver.in_turn and adjoint_solver.in_turn and adjoint_guess is None:
+        relay = program.steps_of_relay(solver, piping)
     counter = asked.value.counter
     watch = counter and _tree.varying(counter.counts, (arrays.slices, arrays.y0, arrays.shared))
     arrays = arrays._replace(

@@ -37,7 +37,7 @@ class Serial(Solver):
 
     checkpoint_every: int | None = None
     iterations = 0
-    exact = True
+    exact = in_turn = True
 
     def __post_init__(self) -> None:
         if self.checkpoint_every is not None:

@@ -84,6 +84,7 @@ class Solver(CoarseStep):
         storage: "all" if the forward solve keeps all arrays that the adjoint needs.
         at_once: number of layers that a worker evaluates at once, or "auto".
         exact: whether the states are those of serial propagation, for all settings.
+        in_turn: whether layers are propagated one after another, and nothing else.
         compares_changes: whether ``rtol`` is compared with changes of the states, as residuals add up along the chain.
         recovers: whether iterations continue after a state that is not finite.
         errors_fall_fast: whether errors fall like ``(L T)^s / s!``, so that two of them foretell the last one.
@@ -96,6 +97,7 @@ class Solver(CoarseStep):
     storage: str = "states"
     at_once: int | float | str = "auto"
     exact: bool = False
+    in_turn: bool = False
     compares_changes: bool = False
     recovers: bool = False
     errors_fall_fast: bool = False

@@ -200,7 +200,7 @@ def _record(solver: Solver, chain: _Chain) -> None:
 @_record.register
 def _(solver: Serial | Elementwise, chain: _Chain) -> None:
     phase = "propagation" if chain.step is None else chain.phase
-    finest, later = chain.step is None, chain.kept and isinstance(solver, Serial)
+    finest, later = chain.step is None, chain.kept and solver.in_turn
     in_turn = dataclasses.replace(chain, in_turn=True, phase=phase)
     in_turn.evaluate(chain.layers, 1, gradient=finest and not later)
     in_turn.send(chain.workers - 1)
