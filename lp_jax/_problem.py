@@ -74,17 +74,11 @@ class Problem(_inputs.Network):
         piping, problem = asked.value.piping, self.replace()  # within a pipeline, on its row
         program, arrays = prepare(problem, solver, adjoint_solver, guess, adjoint_guess)
         arrays = program.refuse_forward_mode(arrays)
-
-        def alone(arrays: Arrays) -> Output:
-            specs = functools.partial(_partitions, program, arrays)
-            return problem.comm.adapt(program, arrays, specs)(arrays)
-
+        run = problem.comm.adapt(program, arrays, functools.partial(_partitions, program, arrays))
+        if piping is not None and program.relay:
+            run = _in_pipeline(problem.comm, piping, program, run)
         with jax.named_scope(SOLVED):
-            solved = alone
-            if piping is not None and program.relay:
-                solved = functools.partial(_in_pipeline, problem.comm, piping, program, alone)
-            out = solved(arrays)
-        y1, aux, (stats, trajectory) = out
+            y1, aux, (stats, trajectory) = run(arrays)
         return Solution(
             y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux
         )
@@ -277,10 +271,10 @@ def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
 
 
 def _in_pipeline(
-    comm: Comm, piping: Piping, program: Program, alone: Callable[[Arrays], Output], arrays: Arrays
-) -> Output:
+    comm: Comm, piping: Piping, program: Program, run: Callable[[Arrays], Output]
+) -> Callable[[Arrays], Output]:
     """Solve for one microbatch, which ``jax.vmap`` over all of them makes a pipeline."""
-    solved = jax.custom_batching.custom_vmap(alone)
+    solved = jax.custom_batching.custom_vmap(run)
 
     @solved.def_vmap
     def together(size: int, batched: list[Arrays], arrays: Arrays) -> tuple[Output, Output]:
@@ -297,7 +291,7 @@ def _in_pipeline(
         return out, jax.tree.map(lambda _: True, out)
 
     # the state of every microbatch is its own, or JAX would solve outside of the pipeline
-    return solved(arrays._replace(y0=_wire.depend(arrays.y0, piping.number)))
+    return lambda arrays: solved(arrays._replace(y0=_wire.depend(arrays.y0, piping.number)))
 
 
 def _partitions(program: Program, arrays: Arrays) -> Output:

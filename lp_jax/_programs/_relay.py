@@ -8,7 +8,7 @@ for both. Layers that are small on a CPU, and those that keep nothing, are one s
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,6 @@ from lp_jax._levels._two_passes import TwoPasses, in_two_passes
 from lp_jax._programs._asked import report_stats
 from lp_jax._solvers._serial import no_stats, propagate
 from lp_jax._solvers._solver import Stats
-
-if TYPE_CHECKING:
-    from lp_jax._programs._program import Program
 
 T = TypeVar("T")
 # cotangents of the inexact leaves of aux, None for leaves that the loss does not see; empty if it sees none
@@ -240,7 +237,7 @@ class Relay:
         return jnp.swapaxes(x[:, 0] if self.whole else x, 0, 1)
 
 
-def forward(program: "Program", arrays: Arrays, *, keep: bool) -> tuple[PyTree, Kept | None]:
+def forward(program: Any, arrays: Arrays, *, keep: bool) -> tuple[PyTree, Kept | None]:
     """The forward solve of a `Program`, with what its gradient needs if ``keep``."""
     workers, (slices, y0, shared), mapped = program.workers, *_by_microbatch(program, arrays)
 
@@ -259,7 +256,7 @@ def forward(program: "Program", arrays: Arrays, *, keep: bool) -> tuple[PyTree, 
 
 
 def backward(
-    program: "Program", arrays: Arrays, left: Kept, cotangent: State, seen: Seen, *, keep: bool
+    program: Any, arrays: Arrays, left: Kept, cotangent: State, seen: Seen, *, keep: bool
 ) -> tuple[Arrays, Stats]:
     """The gradient, with the cotangents that leave the layers as ``adjoint_guess`` if ``keep``, and the stats."""
     workers, (slices, y0, shared), mapped = program.workers, *_by_microbatch(program, arrays)
@@ -292,9 +289,7 @@ def backward(
     return Arrays(slices, y0, shared, adjoint_guess=workers.trim(ended)), stats
 
 
-def _by_microbatch(
-    program: "Program", arrays: Arrays
-) -> tuple[tuple[Slices, State, PyTree], Mapped]:
+def _by_microbatch(program: Any, arrays: Arrays) -> tuple[tuple[Slices, State, PyTree], Mapped]:
     """The operands with the layers before the microbatches, of which there is one if none are given."""
     slices, y0, shared = arrays[:3]
     if program.mapped:
