@@ -6,9 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from lp_jax._arrays._at_once import OF_NEWTON, Footprint, Processor
 from lp_jax._arrays._check import register
-from lp_jax._solvers._coarse_step import Identity
 from lp_jax._solvers._elementwise import Elementwise, intervals
-from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
@@ -87,7 +85,6 @@ SWEEPS = sweeps_to(1e-3)
 _LT = 2 / 3  # Lipschitz constant of the layers times the time of the network
 _LAST = 3  # sweeps that a solve makes besides: the last evaluations, the gradient
 _GAIN = 0.55  # most of the time of serial propagation that another pair may be predicted to take
-_EXACT_GAIN = 0.9  # the same for exact pairs on devices that share no cores, as accelerators do not
 # Seconds that sweeps and Newton's method must save in a call for each operation of the step's program: they take some 50 ms more
 # to compile for each, in their many copies of the step, which pays after 2,500 calls.
 _COMPILING = 2e-5
@@ -122,29 +119,27 @@ class Layers(NamedTuple):
 def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
     """Return the pair that is predicted to be fastest, and its seconds of value and gradient.
 
-    Serial propagation, unless another pair is predicted to take at most 0.55 of its time, and to save more than its longer
-    compilation costs. Without an ``rtol`` only exact methods are compared. Sweeps get a budget: they
+    Serial propagation, over several workers a relay, unless another pair is predicted to take at most 0.55 of its time, and to
+    save more than its longer compilation costs. Without an ``rtol`` only exact methods are compared. Cycles over one interval
+    for each worker are not: as many as make them exact cost what a relay does, and send more messages. Sweeps get a budget: they
     may cost as much as serial propagation, so that on a network on which they fail they at most double its time.
     """
     forward, backward = _serial(layers)
     serial = forward + backward
     if not layers.footprint.counted:
         return SERIAL, serial
-    options = [
-        (_EXACT_GAIN if layers.processor.launches else _GAIN, *_intervals(layers)),
-        (_GAIN, *_kernel(layers)),
-    ]
+    options = [_kernel(layers)]
     if rtol is not None:
-        options.append((_GAIN, *_newton(layers, rtol)))
+        options.append(_newton(layers, rtol))
         # states of driven networks move as far in a step as they are large: sweeps fail
         moving = layers.recurrent and layers.driven
         if not moving and not layers.places:  # a kernel is exact, and moves fewer bytes
-            options.append((_GAIN, *_sweeps(layers, rtol)))
+            options.append(_sweeps(layers, rtol))
     compiled = serial - _COMPILING * layers.footprint.operations
     faster = [
         (seconds, pair)
-        for gain, seconds, pair in options
-        if seconds <= gain * serial and (seconds <= compiled or not pair[0].has_tolerance)
+        for seconds, pair in options
+        if seconds <= _GAIN * serial and (seconds <= compiled or not pair[0].has_tolerance)
     ]
     seconds, pair = min([*faster, (serial, SERIAL)], key=lambda option: option[0])
     return pair, seconds
@@ -178,18 +173,6 @@ def _sweeps(at: Layers, rtol: float) -> tuple[float, Pair]:
         dataclasses.replace(s, sweeps=min(s.sweeps, n)) for s, n in zip(swept, shares, strict=True)
     )
     return one * (sum(expected) + _LAST), (forward, backward)
-
-
-def _intervals(at: Layers) -> tuple[float, Pair]:
-    """One interval for each worker, and as many cycles: exact. The adjoint's gradient is formed once, in the last one."""
-    factor = math.ceil(at.layers / at.workers)
-    if factor in (1, at.layers) or factor * at.workers != at.layers:
-        return math.inf, SERIAL
-    cycles = math.ceil(at.layers / factor)
-    solver = MGRIT(coarsening=factor, iterations=cycles, coarse_step=Identity(), storage="all")
-    forward, backward = at.processor.serial(at.footprint, factor)
-    each = 2 * _message(at)
-    return cycles * (forward + each) + (cycles + 1) / 2 * backward + cycles * each, (solver, solver)
 
 
 def _kernel(at: Layers) -> tuple[float, Pair]:

@@ -170,19 +170,21 @@ def test_an_accelerator_sweeps_and_takes_newtons_method_for_recurrent_networks()
     assert not isinstance(chosen(mixes, H200)[0], lp_jax.Newton)  # its examples are not independent
 
 
-def test_workers_take_an_interval_each_where_a_layer_fills_them():
+def test_workers_relay_where_a_layer_fills_them():
+    """Gradients of weights, a third of the work, are formed on all of them at once."""
     layer = Footprint(10**6, 10**6, 1e12, kernels=3)
-    at = Layers(layer, 64, 2, H200, state=10**6, examples=0, numbers=10**6, recurrent=False)
-    (forward, _), seconds = choose(at)
-    assert isinstance(forward, lp_jax.MGRIT) and (forward.coarsening, forward.iterations) == (32, 2)
-    serial = sum(H200.serial(layer, 64))
-    assert 0.82 * serial < seconds < 0.9 * serial  # 5/6, and messages
-    assert choose(at._replace(workers=4))[0][0].coarsening == 16
-    assert (
-        choose(at._replace(layers=63))[0] == SERIAL
-    )  # intervals would not be those of even slices
-    assert choose(at._replace(processor=CPU))[0] == SERIAL  # workers may share its cores
-    assert choose(at._replace(footprint=layer._replace(counted=False)))[0] == SERIAL
+    one = Layers(layer, 64, 1, H200, state=10**6, examples=0, numbers=10**6, recurrent=False)
+    _, serial = choose(one)
+    for workers in (2, 4):
+        pair, seconds = choose(one._replace(workers=workers))
+        share = (2 + 1 / workers) / 3
+        assert pair == SERIAL and share * serial < seconds < (share + 0.03) * serial  # messages
+    opaque = layer._replace(counted=False)
+    assert choose(one._replace(workers=2, footprint=opaque))[0] == SERIAL
+    small = Footprint(10**3, 10**3, 1e3, kernels=3)  # on a CPU, its gradient is JAX's own
+    on_cpu = one._replace(footprint=small, processor=CPU, layers=4)
+    messages = 2 * (CPU.latency + one.state / CPU.bandwidth)
+    assert choose(on_cpu._replace(workers=2))[1] == pytest.approx(choose(on_cpu)[1] + messages)
 
 
 @pytest.mark.parametrize("layers", [64, 4])  # on four devices
@@ -522,11 +524,9 @@ def test_workers_take_exact_methods_where_no_tolerance_is_allowed():
     )
     at = Layers(thin, 1024, 2, H200, state=10**3, examples=0, numbers=10, recurrent=False)
     assert choose(at)[0][0].has_tolerance
-    forward, adjoint = choose(at, rtol=None)[0]  # an interval each
-    assert forward == adjoint and (forward.coarsening, forward.iterations) == (512, 2)
-    assert not forward.has_tolerance and forward.coarse_step == lp_jax.Identity()
+    assert choose(at, rtol=None)[0] == SERIAL
     at = at._replace(footprint=filling, layers=64)
-    assert choose(at, rtol=None) == choose(at) and choose(at)[0] != SERIAL
+    assert choose(at, rtol=None) == choose(at)
 
 
 def test_a_tighter_tolerance_takes_more_sweeps():

@@ -215,7 +215,7 @@ def test_a_coarse_step_of_a_class_runs_is_planned_and_drawn(page):
 
 def test_a_comm_counts_the_messages_of_a_program(page):
     """The coarse solve of the first cycle and of the second; the second's sweep and the final one; the norms; the end."""
-    assert +page["comm"].messages == {"relay": 2, "shift": 2, "sum": 2}
+    assert +page["comm"].messages == {"pipeline": 2, "shift": 2, "sum": 2}
     plain = page["error"](page["injection"], comm=mesh(2))
     np.testing.assert_allclose(
         page["error"](page["injection"], comm=page["Counted"](mesh(2))), plain, rtol=1e-12

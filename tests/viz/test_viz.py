@@ -318,7 +318,10 @@ IDENTITY = {"coarsening": 16, "coarse_step": lp_jax.Identity(), "storage": "all"
 
 
 def test_timelines_by_hand():
-    """Two relaxations and the final sweep forward; back one, the final sweep and the gradient. Then propagation in turn."""
+    """Two relaxations and the final sweep forward; back one, the final sweep and the gradient.
+
+    Then propagation in turn, and gradients at once.
+    """
     there, back = timelines([lp_jax.MGRIT(iterations=n, **IDENTITY) for n in (2, 1)], 64, 4)
     for worker in range(4):
         mine = [block[1:] for block in there.blocks if block.worker == worker]
@@ -333,7 +336,8 @@ def test_timelines_by_hand():
         (worker, "propagation", 16.0 * worker, 16.0 * (worker + 1)) for worker in range(4)
     ]
     assert there.messages == [(worker, worker + 1, 16.0 * (worker + 1)) for worker in range(3)]
-    assert [block.worker for block in back.blocks] == [3, 3, 2, 2, 1, 1, 0, 0] and back.end == 128
+    assert [block.worker for block in back.blocks] == [3, 2, 1, 0, 3, 2, 1, 0] and back.end == 80
+    assert {block[1:] for block in back.blocks[4:]} == {("gradient", 64.0, 80.0)}
 
 
 @pytest.mark.parametrize("workers", [1, 4])
