@@ -144,9 +144,8 @@ class Processor:
         return steps * (started + one), steps * (self.backward * started + 2 * one)
 
     def two_passes(self, layer: Footprint) -> bool:
-        """Whether a relay forms gradients apart from cotangents. On a CPU small layers take longer that way: it keeps more."""
-        large = layer.flops >= _TWO_PASSES and not layer.few
-        return self.launches or not layer.counted or large
+        """Whether a relay forms gradients apart from cotangents; on a CPU not those of few rows, of which JAX's loop is faster."""
+        return self.launches or not layer.few
 
     def batch(self, layer: Footprint, steps: int) -> float:
         """Seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
@@ -199,7 +198,6 @@ _CHUNK_BYTES = 2**23
 # On a CPU: most bytes of a layer for which serial propagation is unrolled, and least flops: the compiler makes one kernel of a
 # smaller loop. With products of a few rows it is not: the sums of outer products would be unrolled too, and are then slower.
 _UNROLL_BYTES = 2**13
-_TWO_PASSES = (
     1e6  # on a CPU: least flops of a layer of a relay whose gradient is formed in two passes
 )
 _UNROLL_FLOPS = 256

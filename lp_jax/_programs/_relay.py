@@ -2,7 +2,7 @@
 
 A worker's layers keep what their transposes need, for each microbatch. Cotangents of the state come back from worker to worker.
 Then all workers form the gradients of their own layers at once, layer by layer, summed over microbatches: no array has an axis
-for both. Layers that are small on a CPU, and those that keep nothing, are one step here, which JAX differentiates as a whole.
+for both. Layers of a few rows on a CPU, and those that keep nothing, are one step here, which JAX differentiates as a whole.
 """
 
 import dataclasses

@@ -181,7 +181,7 @@ def test_workers_relay_where_a_layer_fills_them():
         assert pair == SERIAL and share * serial < seconds < (share + 0.03) * serial  # messages
     opaque = layer._replace(counted=False)
     assert choose(one._replace(workers=2, footprint=opaque))[0] == SERIAL
-    small = Footprint(10**3, 10**3, 1e3, kernels=3)  # on a CPU, its gradient is JAX's own
+    small = Footprint(10**3, 10**3, 1e3, kernels=3, few=True)  # on a CPU, its gradient is JAX's own
     on_cpu = one._replace(footprint=small, processor=CPU, layers=4)
     messages = 2 * (CPU.latency + one.state / CPU.bandwidth)
     assert choose(on_cpu._replace(workers=2))[1] == pytest.approx(choose(on_cpu)[1] + messages)
