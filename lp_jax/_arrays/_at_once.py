@@ -144,7 +144,7 @@ class Processor:
         return steps * (started + one), steps * (self.backward * started + 2 * one)
 
     def two_passes(self, layer: Footprint) -> bool:
-        """Whether a relay forms gradients apart from cotangents; on a CPU not those of few rows, of which JAX's loop is faster."""
+        """Whether a relay forms gradients apart from cotangents; on a CPU not those of few rows: JAX's loop is faster."""
         return self.launches or not layer.few
 
     def batch(self, layer: Footprint, steps: int) -> float:
@@ -198,8 +198,6 @@ _CHUNK_BYTES = 2**23
 # On a CPU: most bytes of a layer for which serial propagation is unrolled, and least flops: the compiler makes one kernel of a
 # smaller loop. With products of a few rows it is not: the sums of outer products would be unrolled too, and are then slower.
 _UNROLL_BYTES = 2**13
-    1e6  # on a CPU: least flops of a layer of a relay whose gradient is formed in two passes
-)
 _UNROLL_FLOPS = 256
 
 CPU = Processor(
