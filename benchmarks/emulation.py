@@ -195,7 +195,7 @@ def methods(layers: int, workers: int, kind: str = "devices") -> list[str]:
     """Names of the programs for so many workers; those of one are a scan, and the default."""
     if workers == 1:
         return [SCAN, DEFAULT]
-    names = [RELAY, DEFAULT, *(["Fastest(rtol=None)"] if hasattr(lp_jax, "Fastest") else [])]
+    names = [RELAY, DEFAULT, "Fastest(rtol=None)"]
     names += [pipelined(m) for m in MICROBATCHES if hasattr(lp_jax, "pipeline")]
     names += [INTERVALS, *([DATA] if kind == "devices" else [])]
     few = ["identity, 2/1"] if workers > 2 or layers > 2 else []
@@ -231,7 +231,7 @@ def pair_of(name: str, layers: int, workers: int) -> Pair:
     pairs: dict[str, Callable[[], Pair]] = {
         RELAY: lambda: (Serial(), Serial()),
         DEFAULT: lambda: (None, None),
-        "Fastest(rtol=None)": lambda: (getattr(lp_jax, "Fastest")(rtol=None), None),  # noqa: B009
+        "Fastest(rtol=None)": lambda: (lp_jax.Fastest(rtol=None), None),
         INTERVALS: lambda: (each(iterations=workers), each(iterations=workers)),
         "identity, 2/1": lambda: (
             each(iterations=2, start="guess"),
@@ -286,7 +286,7 @@ def build(name: str, place: Place, layers: int, machine: planning.Machine) -> Pr
         if name == DATA:
             gradient = _data_parallel(gradient, place.mesh)
         elif microbatches:
-            mapped = getattr(lp_jax, "pipeline")(scanned, place.comm(), in_axes=(None, 0))  # noqa: B009
+            mapped = lp_jax.pipeline(scanned, place.comm(), in_axes=(None, 0))
             gradient = jax.grad(
                 lambda w, x: mapped(w, x.reshape(microbatches, -1, *x.shape[1:])).mean()
             )
@@ -296,8 +296,10 @@ def build(name: str, place: Place, layers: int, machine: planning.Machine) -> Pr
         **({"sequential": "relay"} if name == RELAY and place.kind == "devices" else {})
     )
     held, states = place.spread(weights, pair), place.everywhere(x)
-    if pair == (None, None):
-        taken = planning.default(lp_jax.Problem(step, held, states, t1=TIME, comm=comm))
+    named = pair[0] or lp_jax.Fastest()
+    if named.chooses:
+        problem = lp_jax.Problem(step, held, states, t1=TIME, comm=comm)
+        taken = planning.default(problem, solver=named)
         facts["takes"] = summary(taken.solver)
         pair_taken: Any = taken.solver, taken.adjoint_solver
     else:
