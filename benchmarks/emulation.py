@@ -26,7 +26,7 @@ WIDTH, EXAMPLES, TIME = 4, 16, 2.0
 """Of the layers that are really computed; and the time that all of them span."""
 
 KINDS = ("forward", "adjoint", "gradient")
-"""What a layer is evaluated for: the next state, the cotangent of the state, the gradient of the weights."""
+"""Kinds of evaluations of a layer: the next state, the cotangent of the state, the gradient of the weights."""
 
 MICROBATCHES = (2, 4, 8)
 
@@ -211,7 +211,7 @@ def pipelined(microbatches: int) -> str:
 
 
 def awake(name: str) -> str:
-    """What the same program without sleep is called."""
+    """Name of the same program without sleep."""
     return f"{name}, awake"
 
 

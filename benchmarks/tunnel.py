@@ -292,7 +292,7 @@ def headlines(result: report.Result) -> tuple[str, str]:
 
 
 def texts(result: report.Result) -> dict[str, list[str]]:
-    """What pages say of a result."""
+    """Sentences and tables of the pages, from a result."""
     readme, listed = headlines(result)
     return {
         "README.md": [readme],
@@ -384,7 +384,7 @@ def places(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list
 
 
 def machines(options: argparse.Namespace) -> list[Machine]:
-    """What is emulated, in order."""
+    """Machines to emulate, in order."""
     taus = options.tau or ([(1.0,)] if options.quick else [(20.0,), (40.0,)])
     return [
         emulation.accelerator(options.device, 1e-3 * tau[0])

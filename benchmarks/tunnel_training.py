@@ -301,7 +301,7 @@ def row_of(
     step_seconds: Callable[..., float],
     probe: float,
 ) -> dict[str, Any]:
-    """What is kept of a training; seconds and steps are None where it did not reach the accuracy."""
+    """Record of a training; seconds and steps are None where it did not reach the accuracy."""
     tests = list(training.seconds(step_seconds, probe))
     reached = next((test for test in tests if test[2] >= task.target), (None, None, None))
     return {
@@ -387,7 +387,7 @@ def headline(result: report.Result) -> str:
 
 
 def texts(result: report.Result) -> dict[str, list[str]]:
-    """What pages say of a result."""
+    """Sentences and tables of the pages, from a result."""
     return {"docs/benchmarks.md": [report.sentences(headline(result))]}
 
 

@@ -40,7 +40,8 @@ def pipeline(
 
     Args:
         f: any function that can be traced, of one microbatch.
-        comm: where the layers live: a mesh (its axis "layers"), `MeshComm` or `MPIComm`.
+        comm: where the layers live: a mesh (its axis "layers"), `MeshComm` or `MPIComm`. On MPI ranks every scan with
+            floating-point numbers in its carry counts as one over this rank's layers: a scan over time goes outside.
         in_axes: as for ``jax.vmap``: the axis of the microbatches in every argument; None for what they share.
         out_axes: as for ``jax.vmap``.
         checkpoint: whether a device keeps only the states that enter it, one for each microbatch, and evaluates its layers

@@ -60,9 +60,8 @@ class Program:
     adjoint_stride: int  # the same of the adjoint solve
     zeros: bool = False  # whether both solves start from zeros
     scan: bool = False  # whether the solve is a ``lax.scan`` that JAX differentiates
-    relay: str = (
-        ""  # the steps of a relay, if layers over several workers are propagated one after another
-    )
+    # the steps of a relay, if layers over several workers are propagated one after another
+    relay: str = ""
     mapped: Mapped | None = None  # the microbatches, if `arrays` have some
     done: int = DONE  # result code of a solve that did what was asked
 

@@ -137,11 +137,11 @@ class Relay:
         def of_step(total: list[jax.Array], k: jax.Array | int) -> tuple[PyTree, PyTree]:
             """The late gradients of a step, over all microbatches."""
 
-            def one(_: jax.Array, number: jax.Array | int) -> tuple[jax.Array, None, PyTree]:
+            def one(same: jax.Array, number: jax.Array | int) -> tuple[jax.Array, None, PyTree]:
                 (x, seen), shared = self.operands(number, k)
                 kept_here, passed_here = _tree.take((kept, passed), number, k)
                 gradients = two.gradients((passed_here, seen), (x, shared, kept_here))
-                return _, None, _placed(gradients, _picked(each, late), number, count)
+                return same, None, _placed(gradients, _picked(each, late), number, count)
 
             _, _, gradients = one_after_another(one, jnp.zeros(count, jnp.int32))
             return _tree.add(total, gradients[n_late:]), gradients[:n_late]
