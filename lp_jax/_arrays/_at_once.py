@@ -144,8 +144,8 @@ class Processor:
         return steps * (started + one), steps * (self.backward * started + 2 * one)
 
     def two_passes(self, layer: Footprint) -> bool:
-        """Whether a relay forms gradients apart from cotangents; on a CPU not those of few rows: JAX's loop is faster."""
-        return self.launches or not layer.few
+        """Whether a relay forms gradients apart from cotangents; on a CPU not those of products of few rows or flops."""
+        return self.launches or (not layer.few and layer.flops >= _APART_FLOPS)
 
     def batch(self, layer: Footprint, steps: int) -> float:
         """Seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
@@ -199,6 +199,8 @@ _CHUNK_BYTES = 2**23
 # smaller loop. With products of a few rows it is not: the sums of outer products would be unrolled too, and are then slower.
 _UNROLL_BYTES = 2**13
 _UNROLL_FLOPS = 256
+# On a CPU: least flops of a layer whose gradient a relay forms in a loop of its own, as measured over two ranks.
+_APART_FLOPS = 4096
 
 CPU = Processor(
     flops=6e10,
