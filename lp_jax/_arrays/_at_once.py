@@ -165,7 +165,8 @@ class Processor:
         if self.launches:
             return _SOME
         fused = layer.few or (layer.one_row and self.row_kernel < self.kernel)
-        fits = layer.counted and not fused and layer.operands + layer.working <= _UNROLL_BYTES
+        small = layer.operands + layer.working <= _UNROLL_BYTES and layer.kernels <= _UNROLL_KERNELS
+        fits = layer.counted and not fused and small
         return _SOME if fits and layer.flops >= _UNROLL_FLOPS else 1
 
     def multiplies(self, flops: float) -> bool:
@@ -195,9 +196,11 @@ _MOST = 2048  # operations of all turns that are unrolled
 # than a flop per byte of operands are not split, as copying operands would cost more.
 _MOST_BYTES = 36_000_000
 _CHUNK_BYTES = 2**23
-# On a CPU: most bytes of a layer for which serial propagation is unrolled, and least flops: the compiler makes one kernel of a
-# smaller loop. With products of a few rows it is not: the sums of outer products would be unrolled too, and are then slower.
+# On a CPU: most bytes and kernels of a layer for which serial propagation is unrolled, and least flops: the compiler makes one
+# kernel of a smaller loop. A layer with more kernels, such as a GRU's, is slower unrolled, and takes four times as long to compile.
+# With products of a few rows it is not unrolled: the sums of outer products would be too, and are then slower.
 _UNROLL_BYTES = 2**13
+_UNROLL_KERNELS = 4
 _UNROLL_FLOPS = 256
 # On a CPU: least flops of a layer whose gradient a relay forms in a loop of its own, as measured over two ranks.
 _APART_FLOPS = 4096
