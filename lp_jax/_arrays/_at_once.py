@@ -197,7 +197,7 @@ _MOST = 2048  # operations of all turns that are unrolled
 _MOST_BYTES = 36_000_000
 _CHUNK_BYTES = 2**23
 # On a CPU: most bytes and kernels of a layer for which serial propagation is unrolled, and least flops: the compiler makes one
-# kernel of a smaller loop. A layer with more kernels, such as a GRU's, is slower unrolled, and takes four times as long to compile.
+# kernel of a smaller loop. A layer with more kernels, such as a GRU's, is slower unrolled, and compiles four times as long.
 # With products of a few rows it is not unrolled: the sums of outer products would be too, and are then slower.
 _UNROLL_BYTES = 2**13
 _UNROLL_KERNELS = 4

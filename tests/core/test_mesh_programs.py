@@ -130,6 +130,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:jax.core:DeprecationWarning")  # in Haliax
 @pytest.mark.usefixtures("free_promotion")
 @pytest.mark.parametrize("shape", ["1 x 4", "2 x 2"])
 @pytest.mark.parametrize("library", ATTENTION)

@@ -446,6 +446,7 @@ def haliax_model():
     return lp_jax.pipeline, apply, (None, 0), (W, X)
 
 
+@pytest.mark.filterwarnings("ignore:jax.core:DeprecationWarning")  # in Haliax
 @pytest.mark.usefixtures("free_promotion")
 @pytest.mark.parametrize(
     "model", [linen_model, nnx_model, equinox_model, module_of_layers, haliax_model]
