@@ -92,7 +92,7 @@ class Arrays(NamedTuple):
 Times = ArrayLike | Sequence[float]  # a time, or increasing times
 Step = Callable[[State, Layer], State]  # the user's: ``step(y, layer) -> y_next``
 # a step of a problem: the user's step on a level, by its number, or another of the user's steps
-Which = int | Step
+StepKey = int | Step
 SliceStep = Callable[
     [State, PyTree, PyTree], State
 ]  # ``step(u, x, shared) -> u_next``, ``x`` a slice of a level's operands

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._check import register
-from lp_jax._arrays._types import PyTree, Slices, Stacked, State, Transfer, Which
+from lp_jax._arrays._types import PyTree, Slices, Stacked, State, StepKey, Transfer
 from lp_jax._comms._workers import Local, Workers
 from lp_jax._levels._layer import Linearised, Traced
 from lp_jax._levels._level import Level
@@ -54,7 +54,7 @@ class Chain:
         """Number of slices on this worker."""
         return self.slices.index.shape[0]
 
-    def step(self, which: Which, *, aux: bool = False) -> Callable[..., PyTree]:
+    def step(self, which: StepKey, *, aux: bool = False) -> Callable[..., PyTree]:
         """The layer on a level, or another of the user's steps; with aux it returns ``(u_next, aux)``."""
         step = dict(self.traced.steps)[which if self.level is None else self.level]
         return functools.partial(

@@ -14,7 +14,7 @@ from lp_jax._arrays._at_once import Footprint
 from lp_jax._arrays._outer import with_few_terms
 from lp_jax._arrays._place import placed_here, retyped
 from lp_jax._arrays._products import following, walk
-from lp_jax._arrays._types import Layer, PyTree, Shared, Slices, State, Static, Step, Which
+from lp_jax._arrays._types import Layer, PyTree, Shared, Slices, State, Static, Step, StepKey
 from lp_jax._arrays._weak import strong
 
 Signature = tuple[tuple[tuple[int, ...], np.dtype], ...]
@@ -51,7 +51,7 @@ class LayerStep:
     home: AbstractMesh | None = (
         None  # that it is traced on; None for the mesh of whoever evaluates it
     )
-    in_place: bool = False  # whether its code must run in every trace: see `needs_its_trace`
+    retraced: bool = False  # whether its code must run in every trace: see `needs_its_trace`
 
     def __call__(self, u: State, x: Slices, shared: PyTree) -> PyTree:
         params, shared, data = _tree.with_fresh_keys((x.params, shared, x.data))
@@ -69,7 +69,7 @@ class LayerStep:
         self, u: State, x: Slices, shared: Shared, *, aux: bool, layers: int | None
     ) -> PyTree:
         """Return ``u_next``, with ``aux`` ``(u_next, aux)``; padding, slices with an index >= ``layers``, does nothing."""
-        if self.in_place:
+        if self.retraced:
             out = self(u, x, shared[0])
         else:
             here = jax.sharding.get_abstract_mesh()
@@ -116,7 +116,7 @@ class Traced:
     """The traced layers of a network: all that is static about them."""
 
     steps: tuple[
-        tuple[Which, LayerStep], ...
+        tuple[StepKey, LayerStep], ...
     ]  # the layer on each level, and other steps of the solvers
     layers: int
     differentiable: tuple[

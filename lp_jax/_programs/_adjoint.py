@@ -55,7 +55,7 @@ class Forward(NamedTuple):
 def solve_adjoint(
     chain: Chain,
     solver: Solver,
-    left: Forward,
+    saved: Forward,
     stride: int,
     y1_cotangent: State,
     aux_cotangents: Sequence[Stacked | None] = (),
@@ -67,23 +67,23 @@ def solve_adjoint(
     """
     forward, linearised = (
         solver.discretize(chain),
-        None if left.linearisations is None else chain.linearised,
+        None if saved.linearisations is None else chain.linearised,
     )
     fine = forward[0]
     needs_states = any(
         level.linearise_at for level in forward
     )  # coarse steps linearised at all states
     recompute = (
-        left.states is None
+        saved.states is None
         and stride == fine.factor > 1
         and fine.at_once < max(2, fine.intervals)
         and not needs_states
     )
-    if left.states is not None:
-        states = left.states
+    if saved.states is not None:
+        states = saved.states
     else:
         level = chain.finest(stride, at_once=fine.at_once)
-        states = level.incoming(left.c_points) if left.entered is None else left.entered
+        states = level.incoming(saved.c_points) if saved.entered is None else saved.entered
         if not recompute:
             states = entering(level, states)
     if not recompute:
@@ -93,7 +93,7 @@ def solve_adjoint(
         """States that enter every ``span``-th layer; after C-relaxation where they are C-points of the forward solve."""
         if span % stride:
             return jax.tree.map(lambda x: x[::span], states)
-        c_points = chain.workers.incoming(left.c_points, chain.y0, stride, reverse=False)
+        c_points = chain.workers.incoming(saved.c_points, chain.y0, stride, reverse=False)
         return jax.tree.map(lambda x: x[:: span // stride], c_points)
 
     advance, sources = emitting(chain, aux_cotangents)
@@ -101,7 +101,7 @@ def solve_adjoint(
     if linearised is None:
         finest = transpose(fine, states, y1_cotangent, advance, sources, recompute=recompute)
     else:
-        finest = _transpose_linearised(fine, linearised, states, left.linearisations, y1_cotangent)
+        finest = _transpose_linearised(fine, linearised, states, saved.linearisations, y1_cotangent)
         if sources:
             rhs, of_aux = gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once)
             finest = finest.with_rhs(rhs)

@@ -21,13 +21,13 @@ from lp_jax._levels._result import DONE, SERIAL, if_finite
 from lp_jax._programs import _relay
 from lp_jax._programs._adjoint import Forward, solve_adjoint
 from lp_jax._programs._asked import Piping, count_ends, counts_of, report_stats
-from lp_jax._programs._relay import LAYERS, WHOLE, Kept, Mapped, Seen
+from lp_jax._programs._relay import LAYERS, WHOLE, AuxCotangents, Kept, Mapped
 from lp_jax._solvers._serial import no_stats, propagate
 from lp_jax._solvers._solver import Solver, Stats, iterate
 
 # the state after the last layer and aux, both differentiable; and the rest of a `Solution`
 Output = tuple[State, PyTree, tuple[Stats, CPoints]]
-Pullback = Callable[[State, Seen], tuple[Arrays, Stats]]
+Pullback = Callable[[State, AuxCotangents], tuple[Arrays, Stats]]
 
 _FORWARD_MODE = (
     "Forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd) reached lp_jax.solve with an iterative solver, which has "
@@ -84,18 +84,18 @@ class Program:
 
         def fwd(primals: PyTree) -> tuple[Output, PyTree]:
             arrays = custom_vjp_primal_tree_values(primals)
-            out, left = self.kept.forward(arrays, keep=True)
-            return out, (arrays, left, (out[0], out[1], out[2][0].result))
+            out, saved = self.kept.forward(arrays, keep=True)
+            return out, (arrays, saved, (out[0], out[1], out[2][0].result))
 
         def bwd(
             residuals: tuple[Arrays, Forward | Kept, PyTree], cotangents: Output
         ) -> tuple[Arrays]:
-            arrays, left, (y1, aux, result) = residuals
+            arrays, saved, (y1, aux, result) = residuals
             y1_cotangent = jax.tree.map(_or_zeros, cotangents[0], y1)
             keep = {} if arrays.adjoint_guess is None else {"keep": True}
             try:
                 gradient, stats = self.kept.backward(
-                    arrays, left, y1_cotangent, seen_of(aux, cotangents[1]), **keep
+                    arrays, saved, y1_cotangent, seen_of(aux, cotangents[1]), **keep
                 )
             except NameError as error:
                 raise NameError(f"{error} {_NO_AXIS}") from error
@@ -125,8 +125,8 @@ class Program:
             own = dataclasses.replace(
                 self, relay=""
             ).kept  # that returns the cotangents of all layers
-            out, left = own.forward(arrays, keep=True)
-            return out, lambda *cotangents: own.backward(arrays, left, *cotangents, keep=True)
+            out, saved = own.forward(arrays, keep=True)
+            return out, lambda *cotangents: own.backward(arrays, saved, *cotangents, keep=True)
 
         def run(
             slices: Slices, y0: State, shared: PyTree
@@ -136,7 +136,7 @@ class Program:
 
         (_, aux), pull, out = jax.vjp(run, *arrays[:3], has_aux=True)
 
-        def pullback(cotangent: State, seen: Seen) -> tuple[Arrays, Stats]:
+        def pullback(cotangent: State, seen: AuxCotangents) -> tuple[Arrays, Stats]:
             of_aux = list(map(_or_zeros, seen or [None] * len(aux), aux))
             return Arrays(*pull((cotangent, of_aux))), no_stats(cotangent, self.done)
 
@@ -253,18 +253,18 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
         return (Forward(u, entered, states, linearisations), aux), (y1, stats)
 
     spread = program.slots(arrays.slices), workers.pad(arrays.guess, program.stride)
-    (left, aux), (y1, stats) = workers.map(body)(spread, (arrays.y0, arrays.shared, arrays.solver))
+    (saved, aux), (y1, stats) = workers.map(body)(spread, (arrays.y0, arrays.shared, arrays.solver))
     report_stats("forward", arrays.solver, workers.layers, stats)
-    out = y1, workers.trim(aux), (stats, workers.trim(left.c_points, program.stride))
-    return out, left if keep else None
+    out = y1, workers.trim(aux), (stats, workers.trim(saved.c_points, program.stride))
+    return out, saved if keep else None
 
 
 def _backward(
     program: Program,
     arrays: Arrays,
-    left: Forward,
+    saved: Forward,
     cotangent: State,
-    seen: Seen,
+    seen: AuxCotangents,
     *,
     keep: bool = False,
 ) -> tuple[Arrays, Stats]:
@@ -272,12 +272,14 @@ def _backward(
     solver, workers, stride = arrays.adjoint_solver, program.workers, program.adjoint_stride
 
     def body(
-        spread: tuple[Slices, CPoints | None, Forward, Seen], common: PyTree
+        spread: tuple[Slices, CPoints | None, Forward, AuxCotangents], common: PyTree
     ) -> tuple[PyTree, PyTree]:
-        (slices, guess, left, seen), (y0, shared, solver, cotangent) = spread, common
+        (slices, guess, saved, seen), (y0, shared, solver, cotangent) = spread, common
         start = "zeros" if guess is None and program.zeros else guess
-        chain = program.chain(slices, y0, shared, guess, left, seen, solver, cotangent)
-        gradient, stats = solve_adjoint(chain, solver, left, program.stride, cotangent, seen, start)
+        chain = program.chain(slices, y0, shared, guess, saved, seen, solver, cotangent)
+        gradient, stats = solve_adjoint(
+            chain, solver, saved, program.stride, cotangent, seen, start
+        )
         return (gradient.slices, gradient.adjoint_guess if keep else None), (
             gradient.y0,
             gradient.shared,
@@ -287,7 +289,7 @@ def _backward(
     spread = (
         program.slots(arrays.slices),
         workers.pad(arrays.adjoint_guess, stride),
-        left,
+        saved,
         workers.pad(seen),
     )
     (slices, ended), (y0, shared, stats) = workers.map(body)(
@@ -306,7 +308,7 @@ def _or_zeros(cotangent: jax.Array | SymbolicZero | None, like: jax.Array) -> ja
     )
 
 
-def seen_of(aux: PyTree, cotangents: PyTree) -> Seen:
+def seen_of(aux: PyTree, cotangents: PyTree) -> AuxCotangents:
     """Flatten ``cotangents``, a tree like ``aux``, for the adjoint solve."""
     if cotangents is None:
         return ()

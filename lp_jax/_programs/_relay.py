@@ -26,7 +26,7 @@ from lp_jax._solvers._solver import Stats
 
 T = TypeVar("T")
 # cotangents of the inexact leaves of aux, None for leaves that the loss does not see; empty if it sees none
-Seen = tuple[jax.Array | None, ...]
+AuxCotangents = tuple[jax.Array | None, ...]
 
 LAYERS, WHOLE = "layers", "whole"
 """The steps of a relay: layers, or all layers of a worker as one step that JAX differentiates."""
@@ -59,12 +59,12 @@ class Relay:
 
     chain: Chain  # the worker's layers; ``y0`` is that of all microbatches
     # operands of the steps and cotangents of aux: ``(steps, ...)``, or ``(steps, count, ...)`` where microbatches differ
-    stacked: tuple[Slices, Seen]
+    stacked: tuple[Slices, AuxCotangents]
     mapped: Mapped
     whole: bool
 
     @classmethod
-    def of(cls, chain: Chain, mapped: Mapped, steps: str, seen: Seen = ()) -> "Relay":
+    def of(cls, chain: Chain, mapped: Mapped, steps: str, seen: AuxCotangents = ()) -> "Relay":
         """``chain`` has slices ``(n, ...)``, or ``(n, count, ...)`` where microbatches differ, as in ``seen``."""
         mapped = mapped._replace(slices=(*mapped.slices, *(True for _ in jax.tree.leaves(seen))))
         stacked, whole = (chain.slices, seen), steps == WHOLE or not chain.steps
@@ -74,7 +74,7 @@ class Relay:
 
     def operands(
         self, number: jax.Array | int, *step: jax.Array | int
-    ) -> tuple[tuple[Slices, Seen], PyTree]:
+    ) -> tuple[tuple[Slices, AuxCotangents], PyTree]:
         """Operands of a microbatch, stacked and shared; of one of its steps."""
         stacked = _tree.take(self.stacked, *step) if step else self.stacked
         return (
@@ -89,7 +89,9 @@ class Relay:
         def turn(u: State, number: jax.Array | int) -> tuple[State, PyTree, None]:
             stacked, shared = self.operands(number)
 
-            def step(u: State, x: tuple[Slices, Seen]) -> tuple[State, tuple[Kept | None, PyTree]]:
+            def step(
+                u: State, x: tuple[Slices, AuxCotangents]
+            ) -> tuple[State, tuple[Kept | None, PyTree]]:
                 if linearised is None:
                     u_next, out = self._step(u, x[0], shared)
                     return u_next, (None, out)
@@ -173,7 +175,7 @@ class Relay:
         u_next, aux = self.chain.step(0, aux=True)(u, x, shared)
         return u_next, (aux, u_next)
 
-    def _first(self) -> tuple[State, tuple[Slices, Seen], PyTree]:
+    def _first(self) -> tuple[State, tuple[Slices, AuxCotangents], PyTree]:
         """Shapes of the arguments of a step."""
         stacked, shared = _tree.shape_of(lambda: self.operands(0))
         return _tree.entry_like(self.chain.y0), _tree.entry_like(stacked), shared
@@ -189,7 +191,9 @@ class Relay:
         """The transposed step in two passes."""
         linearised = self._linearised()
 
-        def transpose(lam: State, seen: Seen, operands: PyTree) -> tuple[State, list[jax.Array]]:
+        def transpose(
+            lam: State, seen: AuxCotangents, operands: PyTree
+        ) -> tuple[State, list[jax.Array]]:
             x, shared, kept = operands
             pull = linearised.transpose(kept.states, x, shared, kept.linearisations)
             lam, own, weights = pull(lam, seen)
@@ -238,7 +242,7 @@ def forward(program: Any, arrays: Arrays, *, keep: bool) -> tuple[PyTree, Kept |
 
 
 def backward(
-    program: Any, arrays: Arrays, left: Kept, cotangent: State, seen: Seen
+    program: Any, arrays: Arrays, saved: Kept, cotangent: State, seen: AuxCotangents
 ) -> tuple[Arrays, Stats]:
     """The gradient and the stats."""
     workers, (slices, y0, shared), mapped = program.workers, *_by_microbatch(program, arrays)
@@ -246,7 +250,7 @@ def backward(
         cotangent, seen = jax.tree.map(lambda x: x[None], (cotangent, seen))
 
     def body(
-        spread: tuple[Slices, Kept, Seen], common: tuple[State, PyTree, State]
+        spread: tuple[Slices, Kept, AuxCotangents], common: tuple[State, PyTree, State]
     ) -> tuple[Slices, PyTree]:
         (slices, kept, seen), (y0, shared, cotangent) = spread, common
         chain = program.chain(slices, y0, shared, kept, seen, cotangent)
@@ -257,7 +261,7 @@ def backward(
         return slices, (chain.workers.broadcast(y0, 0), shared)
 
     seen = workers.pad(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), seen))
-    spread = program.slots(slices), left, seen
+    spread = program.slots(slices), saved, seen
     slices, (y0, shared) = workers.map(body)(spread, (y0, shared, cotangent))
     stats = no_stats(y0, program.done)
     report_stats("adjoint", arrays.adjoint_solver, workers.layers, stats)

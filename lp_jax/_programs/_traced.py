@@ -16,7 +16,7 @@ from lp_jax._arrays._at_once import Processor, footprint, processor
 from lp_jax._arrays._outer import has_few
 from lp_jax._arrays._place import NO_MESH, automatic
 from lp_jax._arrays._products import exchanged_over
-from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, Which
+from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, StepKey
 from lp_jax._comms._comm import OneDevice, common_unit
 from lp_jax._levels._layer import Hoisted, LayerStep, Signature, Traced, needs_its_trace, signature
 from lp_jax._levels._result import DONE, SERIAL
@@ -170,7 +170,7 @@ def trace(
             tracing.add(level, u, x)
     axes = max(need.averaged_axes for need in needs)
     single = _single_example(problem, y0, x, shared, axes) if axes else None
-    others: list[Which] = [0, *(other for need in needs for other in need.steps)]
+    others: list[StepKey] = [0, *(other for need in needs for other in need.steps)]
     for which in others:
         for u, own in filter(None, ((_tree.shape_of(lambda y: y, y0), x), single)):
             tracing.add(which, u, own)
@@ -206,16 +206,16 @@ class _Tracing:
         self.problem, self.shared = problem, shared
         self.closed_over: list[jax.Array] = []
         self.programs: list[core.Jaxpr] = []
-        self._table: dict[Which, dict[Signature, tuple[LayerStep, Hoisted | None]]] = {}
+        self._table: dict[StepKey, dict[Signature, tuple[LayerStep, Hoisted | None]]] = {}
 
-    def add(self, which: Which, u: State, x: Slices) -> None:
+    def add(self, which: StepKey, u: State, x: Slices) -> None:
         """Trace a step for a state, unless that was done."""
         table = self._table.setdefault(which, {})
         step, level = (self.problem.step, which) if isinstance(which, int) else (which, 0)
         if signature(u) not in table:
             table[signature(u)] = self._trace(LayerStep(step, level, self.problem.has_aux), u, x)
 
-    def steps(self, terms: int) -> tuple[tuple[Which, LayerStep], ...]:
+    def steps(self, terms: int) -> tuple[tuple[StepKey, LayerStep], ...]:
         """The layer on each level, and other steps by themselves."""
         few = terms if any(has_few(program, terms) for program in self.programs) else 0
         steps = []
@@ -259,7 +259,7 @@ class _Tracing:
         _inputs.step_output(out, u, problem.has_aux)
         step = dataclasses.replace(step, structure=jax.tree.structure(out), home=home)
         if not explicit and not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
-            return dataclasses.replace(step, in_place=needs_its_trace(closed, u, x, shared)), None
+            return dataclasses.replace(step, retraced=needs_its_trace(closed, u, x, shared)), None
         positions = []
         for constant in closed.consts:
             known = [i for i, c in enumerate(self.closed_over) if c is constant]
