@@ -1,6 +1,5 @@
 """The grid levels of a solver and its path through them: a title, a note and stops for each class of solvers."""
 
-import dataclasses
 import functools
 import itertools
 import operator
@@ -17,8 +16,6 @@ from lp_jax import (
     CoarseStep,
     Identity,
     Newton,
-    Picard,
-    Rediscretize,
     Serial,
     Solver,
     Windowed,
@@ -339,19 +336,3 @@ def _(solver: Serial | Elementwise, layers: int) -> Described:
     return Described(
         f"{layers} layers one after another: serial propagation", "exact, and the baseline"
     )
-
-
-def variants(solver: Any) -> dict[str, Solver]:
-    """Return the solvers, by name, that a picture of the gradient's error compares: of one with a coarse step, others."""
-    own = getattr(solver, "coarse_step", None)
-    if own is None:
-        return {type(solver).__name__: solver}
-    others = {
-        "injection": Rediscretize(params="inject"),
-        "mean of parameters": Rediscretize(params="mean"),
-        "1 Picard sweep": Picard(sweeps=1),
-        "2 Picard sweeps": Picard(sweeps=2),
-    }
-    if own not in others.values():
-        others["this run's coarse step"] = own
-    return {name: dataclasses.replace(solver, coarse_step=step) for name, step in others.items()}
