@@ -13,7 +13,6 @@ from matplotlib.patches import Patch
 
 from lp_jax import (
     MGRIT,
-    CoarseStep,
     Identity,
     Newton,
     Serial,
@@ -23,7 +22,7 @@ from lp_jax import (
 from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._sweeps import Sweeps
 from lp_jax.planning._schedule import Stop, count, path
-from lp_jax.planning._words import differences, iteration_name, iterations, numbered, summary
+from lp_jax.planning._words import code, iterations, summary
 from lp_jax.viz._schedule import COLOURS
 from lp_jax.viz._style import (
     BLUE,
@@ -62,7 +61,8 @@ def hierarchy(
         >>> viz.hierarchy(solver, 64).get_suptitle()
         '64 layers on 3 levels: only 4 coarse steps remain one after another'
     """
-    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
+    same = adjoint_solver in (None, solver)
+    adjoint = "the same" if same else code(adjoint_solver)
     solver = solver.resolve(num_layers)
     title, text, levels, stops = describe(solver, num_layers)
     if stops:
@@ -75,7 +75,7 @@ def hierarchy(
         fig = figure(title, width=12, height=min(6.5, 3.0 + 0.4 * len(known)))
         _draw_batches(fig.subplots(), known, num_layers, "at most " if solver.has_tolerance else "")
         text = f"{text[:1].upper()}{text[1:]}." if text else ""
-    note(fig, text, _adjoint_note(solver, adjoint_solver))
+    note(fig, text, f"Adjoint: {adjoint}, from right to left.")
     return fig
 
 
@@ -248,28 +248,6 @@ def _draw_batches(ax: Axes, every: Sequence[tuple[int, int, str]], layers: int, 
 
 _MOST_ALIKE = 4  # bars of all layers, where some are left out
 _PLAIN = {"propagation": "a layer", "sweep": "a sweep: these layers at the same time"}
-
-
-def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
-    if type(adjoint) is not type(solver):
-        return f"Adjoint: {summary(adjoint)}."
-    differing = differences(solver, adjoint).items()
-    others = [
-        f"{name} = {_words(value)}"
-        for name, value in differing
-        if name not in ("iterations", "sweeps")
-    ]
-    text = "Adjoint: the same from right to left"
-    if adjoint.exact and not others:
-        return f"{text}."
-    but = f"but {', '.join(others)}, and " if others else ""
-    return f"{text}, {but}with {numbered(adjoint.iterations, iteration_name(adjoint))}."
-
-
-def _words(value: object) -> str:
-    if isinstance(value, CoarseStep):
-        return summary(value)
-    return ", ".join(map(_words, value)) if isinstance(value, tuple) else str(value)
 
 
 class Described(NamedTuple):

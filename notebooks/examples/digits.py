@@ -21,7 +21,11 @@ from sklearn.model_selection import train_test_split
 
 import lp_jax
 
-SOLVERS = {"solver": lp_jax.Picard(sweeps=4), "adjoint_solver": lp_jax.Picard(sweeps=3)}
+# Sweeps over all layers until the residual is small enough. For the adjoint a larger one will do.
+SOLVERS = {
+    "solver": lp_jax.Picard(sweeps=32, rtol=1e-3),
+    "adjoint_solver": lp_jax.Picard(sweeps=32, rtol=1e-2),
+}
 
 
 def load(seed):

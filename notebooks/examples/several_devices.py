@@ -70,6 +70,10 @@ def seconds_of(call, repeats=5):
     return statistics.median(times)
 
 
+def said(error):
+    return f"error {error:.0e}" if error else "exact"
+
+
 def main():
     parser = argparse.ArgumentParser(description="Gradients over several devices.")
     parser.add_argument("--devices", type=int, default=4)
@@ -98,12 +102,12 @@ def main():
             for other in (exact, [0, 0])
         )
         rows[name] = found, seconds_of(lambda g=gradient, p=where: g(p, x)), float(far / size)
-        print(f"{name:30} {rows[name][1]:8.4f} s   error {rows[name][2]:.0e}")
+        print(f"{name:30} {rows[name][1]:8.4f} s   {said(rows[name][2])}")
 
     fig, ax = plt.subplots(figsize=(8, 4), layout="constrained")
     names = list(rows)[::-1]
     bars = ax.barh(names, [rows[name][1] for name in names])
-    ax.bar_label(bars, [f" error {rows[name][2]:.0e}" for name in names])
+    ax.bar_label(bars, [f" {said(rows[name][2])}" for name in names])
     ax.set(xlabel="seconds of a gradient", xlim=(0, 1.25 * ax.get_xlim()[1]))
     ax.set_title(f"{args.layers} layers on {args.devices} devices")
     fig.savefig("several_devices.png")
