@@ -12,12 +12,14 @@ planner does not know; "ideal" is a relay's, a pipeline's and data parallelism's
 import argparse
 import dataclasses
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
@@ -37,7 +39,6 @@ from benchmarks.command import (
 from benchmarks.emulation import DATA, DEFAULT, KINDS, SCAN, Place
 from benchmarks.group import Group, why_no_mpi
 from benchmarks.harness import Contender, Tell, measure, relative_error, summary
-from lp_jax.cli._launch import set_cpu_devices
 from lp_jax.planning import Machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -406,7 +407,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         options.layers = min(options.layers, 8)
     where = places(parser, options)
-    set_cpu_devices(max(place.workers for place in where))
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", max(place.workers for place in where))
     chosen = [
         Setting(place, options.layers, machine) for machine in machines(options) for place in where
     ]

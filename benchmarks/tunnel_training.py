@@ -38,7 +38,6 @@ from benchmarks.command import (
 from benchmarks.emulation import KINDS, MICROBATCHES, RELAY, SCAN, pipelined
 from lp_jax import MGRIT, Identity, Serial, data, nn, planning, train
 from lp_jax.planning import Machine
-from lp_jax.train._log import measured, unflat
 from lp_jax.train._types import Batch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -156,7 +155,7 @@ class Training:
         """Solvers with as many cycles as a step took; a controller's step without any was serial."""
         if not self.pair[0].has_tolerance:
             return self.pair
-        cycles = len(unflat("forward_residual", row))
+        cycles = _iterations("forward_residual", row)
         if not cycles:
             return Serial(), Serial()
         return planning.with_effort(self.pair[0], cycles), planning.with_effort(
@@ -169,12 +168,17 @@ class Training:
         rows = self.log.of("train")
         if not self.pair[0].has_tolerance:
             return float(getattr(self.pair[0], "iterations", 0))
-        return float(np.mean([len(unflat("forward_residual", row)) for row in rows]))
+        return float(np.mean([_iterations("forward_residual", row) for row in rows]))
+
+
+def _iterations(prefix: str, row: dict[str, Any]) -> int:
+    """Number of the last iteration of which a row has a residual norm."""
+    return max((int(name.rpartition("_")[2]) for name in row if name.startswith(prefix)), default=0)
 
 
 def _adjoints(log: train.Log) -> Callable[[int], int]:
     """Cycles of the adjoint solve at a step: those of the last time that they were looked at, or the first."""
-    looks = [(row["step"], len(unflat("adjoint_residual", row))) for row in log.of("adjoint")]
+    looks = [(row["step"], _iterations("adjoint_residual", row)) for row in log.of("adjoint")]
 
     def of(step: int) -> int:
         before = [cycles for at, cycles in looks if at <= step and cycles]
@@ -200,7 +204,7 @@ def trained(
     *,
     controlled: bool = False,
     epochs: int | None = None,
-    meter: train.Meter | None = None,
+    show: Callable[[dict[str, Any]], object] = lambda row: None,
 ) -> Training:
     """Train, and test four times an epoch by serial propagation."""
     model = task.make(task.layers, nnx.Rngs(0))
@@ -225,7 +229,8 @@ def trained(
         if now[0].exact:
             return {}
         solves = train.residuals(model, state.params, batch, *now)
-        return measured("adjoint_residual", solves.adjoint.residual_norms.tolist())
+        norms = solves.adjoint.residual_norms.tolist()
+        return {f"adjoint_residual_{n}": norm for n, norm in enumerate(norms, 1) if not norm < 0}
 
     looks = [train.Every("adjoint", max(1, steps // 8), adjoint)] if controlled else []
     _, log = train.fit(
@@ -238,7 +243,7 @@ def trained(
         adjoint_solver=pair[1],
         controller=controller,
         measures=[train.Every("test", max(1, steps // 4), test), *looks],
-        **({} if meter is None else {"meter": meter}),
+        log=train.Log(show),
     )
     return Training(log, pair)
 
@@ -457,8 +462,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for task in tasks:
 
         def run(name: str, pair: Any, controlled: bool, task: Task = task) -> Training:
-            shown = Shown(lambda line: progress(f"{task.name}, {name}: {line}"))
-            return trained(task, pair, controlled=controlled, epochs=options.epochs, meter=shown)
+            def show(shown: dict[str, Any]) -> None:
+                progress(f"{task.name}, {name}: step {shown['step']}")
+
+            show({"step": 0})  # which is compiled
+            return trained(task, pair, controlled=controlled, epochs=options.epochs, show=show)
 
         for row in rows_of(task, emulated[task.name], options.devices, run, want):
             result["rows"].append(report.rounded(row))
@@ -467,21 +475,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress.clear()
     print(f"{table(result['rows'])}\n\n{LEGEND}\n\nWrote {', '.join(map(str, paths))}")
     return 0
-
-
-class Shown(train.Meter):
-    """Steps of a training, as lines of the progress."""
-
-    def __init__(self, tell: Callable[[str], object]):
-        self.tell, self.last = tell, 0
-
-    def start(self, step: int, last: int) -> None:
-        self.last = last
-        self.tell("compiling")
-
-    def show(self, row: Any) -> None:
-        if row["kind"] == "train":
-            self.tell(f"step {row['step']} of {self.last}")
 
 
 TITLE = "Trainings on several devices, in emulated time"

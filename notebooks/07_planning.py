@@ -144,4 +144,4 @@ plt.show()
 
 # %% [markdown]
 # **What it shows.** Narrow and deep gains much, wide gains nothing on one device: there it takes several devices. Ask
-# the planner for your network before you buy, or before you train: `lp-jax plan` does the same from the command line.
+# the planner for your network before you buy, or before you train: `lp-jax plan digits` shows a plan on the command line.

@@ -40,7 +40,7 @@ import optax
 from flax import nnx
 
 import lp_jax
-from lp_jax import data, nn, planning, train, viz
+from lp_jax import data, nn, planning, train
 
 LAYERS, EPOCHS = 32, 120
 points = data.peaks(samples=250, seed=0)
@@ -149,7 +149,19 @@ runs = {
     "one-shot": costs(logs["one-shot"], two, three),
     "nested": costs(logs["nested"], exact),
 }
-viz.costs(runs)
+fig, (by_work, by_depth) = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+for name, rows in runs.items():
+    losses = [row["loss"] for row in rows]
+    by_work.loglog([row["work"] for row in rows], losses, label=name)
+    by_depth.loglog([row["depth"] for row in rows], losses, label=name)
+by_work.set(
+    title="Work: all evaluations", xlabel="layers x examples evaluated", ylabel="training loss"
+)
+by_depth.set(
+    title="Depth: those that wait for each other", xlabel="layers evaluated one after the other"
+)
+by_work.legend()
+plt.show()
 
 # %%
 print(f"{'':12}{'loss':>8}{'work':>8}{'depth':>8}   (exact training = 1)")

@@ -24,7 +24,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         finally:
             print(end="", flush=True)  # what cannot be written is an error like others
     except (Exception, KeyboardInterrupt) as error:
-        message, code = describe(error, args)
+        message, code = describe(error)
         show(message)
         try:
             print(end="", flush=True)

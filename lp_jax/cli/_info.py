@@ -2,14 +2,21 @@
 
 import importlib.metadata
 import platform
+from collections.abc import Sequence
 
 import jax
 
-_EXTRAS = {"flax": "nn", "jsonargparse": "train", "optax": "train", "orbax-checkpoint": "train"}
+from lp_jax.cli._menu import Parser
+
+_EXTRAS = {"flax": "nn", "optax": "train", "orbax-checkpoint": "train"}
 _EXTRAS |= {"mpi4jax": "mpi", "mpi4py": "mpi"}
 
 
-def report() -> str:
+def run(args: Sequence[str]) -> None:
+    about = "Show versions, devices and MPI."
+    Parser("lp-jax info", about, [("lp-jax info", "what a report of an error needs")]).parse_args(
+        args
+    )
     try:
         import mpi4py
 
@@ -29,7 +36,8 @@ def report() -> str:
         "MPI": mpi,
     }
     width = max(map(len, lines))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+    for name, value in lines.items():
+        print(f"{name:<{width}}  {value}")
 
 
 def version(name: str) -> str:

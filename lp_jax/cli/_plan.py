@@ -3,28 +3,44 @@
 import argparse
 import dataclasses
 import platform
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from jsonargparse import ArgumentParser
-from jsonargparse.typing import PositiveFloat, PositiveInt
+from flax import nnx
+from jax.sharding import AxisType
 from rich.console import Console
 
-from lp_jax import planning
-from lp_jax.cli._errors import UsageError
-from lp_jax.cli._experiment import described, experiment
-from lp_jax.cli._menu import MenuParser, description
-from lp_jax.cli._models import Task
-from lp_jax.cli._options import first_look, parse, parser_of, spelled_out
-from lp_jax.cli._problems import PROBLEMS, Settings, prepare
-from lp_jax.cli._workers import mesh_comm
+from lp_jax import MeshComm, data, nn, planning, train
+from lp_jax.cli._menu import Parser, positive
 
 
-def run(name: str, args: Sequence[str]) -> None:
-    plan, out = _of_machine(args) if name == "machine" else _of_problem(name, args)
+def run(problem: str, args: Sequence[str]) -> None:
+    """Print the plan of the digits, or of a machine file."""
+    about, call, told = {
+        "digits": (
+            "Recommend a solver for a dense residual network that learns scikit-learn's digits, and predict its time. Nothing\n"
+            "is trained. For a network of your own: lp_jax.plan, or lp_jax.train.plan.",
+            "--workers 8 --error 1e-3 --save machine.json",
+            "for eight such devices, a closer gradient; keep what was measured",
+        ),
+        "machine": (
+            "Predict times from a machine file, which lp-jax plan digits --save FILE writes. Gradient errors stay unknown.",
+            "machine.json --layers 1024",
+            "of as many layers as those that were measured",
+        ),
+    }[problem]
+    name = f"lp-jax plan {problem}"
+    parser = Parser(name, about, [(f"{name} {call}", told)])
+    add = parser.add_argument
+    about = "Number of devices that the layers are spread over."
+    add("--workers", type=positive, metavar="N", default=1, help=about)
+    about = "Largest relative error of the gradient."
+    add("--error", type=float, metavar="X", default=1e-2, help=about)
+    add("--out", type=Path, metavar="FOLDER", help="Folder for plan.png.")
+    plan = (_digits if problem == "digits" else _machine)(parser, args)
     print(plan)
+    out = parser.parse_args(args).out
     if out is not None:
         from lp_jax import viz
 
@@ -33,117 +49,61 @@ def run(name: str, args: Sequence[str]) -> None:
         print(f"\nIn {out}: plan.png")
 
 
-def _of_problem(name: str, args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
-    problem = PROBLEMS[name]
-    args = list(spelled_out(args))
-    kind = problem.kind(first_look(args, f"lp-jax plan {name}").model)
-    about = description(
-        "Recommend a solver for this network, and predict its time. Nothing is trained.",
-        [
-            (
-                f"lp-jax plan {name} --workers 8 --save machine.json",
-                "for eight such machines; keep what was measured",
-            )
-        ],
-    )
-    parser = parser_of(f"lp-jax plan {name}", problem, kind, about, ("epochs", "learning_rate"))
-    add = _add_plan(parser).add_argument
-    add("--machine", type=Path, metavar="FILE", help="Machine file, to read instead of measuring.")
-    add("--save", type=Path, metavar="FILE", help="File to store the measurements in.")
-    add(
-        "--seconds",
-        type=PositiveFloat,
-        metavar="X",
-        default=10.0,
-        help="Seconds to time layers and probe gradients.",
-    )
-    options, _ = parse(parser, problem, args, {})
-    machine = None if options.machine is None else planning.Machine.load(options.machine)
-    settings, task = prepare(name, vars(options))
-    if not 1 <= options.workers <= settings.layers:
-        raise UsageError(
-            f"--workers must be from 1 to the {settings.layers} layers; got {options.workers}."
-        )
-    print(described(settings, task), file=sys.stderr)
-    plan = make_plan(
-        settings,
-        task,
-        machine=machine,
-        workers=options.workers,
-        error=options.error,
-        seconds=options.seconds,
-    )
-    if options.save is not None:
-        plan.machine.save(options.save)
-    return plan, options.out
-
-
-def _of_machine(args: Sequence[str]) -> tuple[planning.Plan, Path | None]:
-    about = "Predict times from a machine file, which lp-jax plan PROBLEM --save FILE writes. Gradient errors stay unknown."
-    parser = MenuParser(prog="lp-jax plan machine", description=about, allow_abbrev=False)
-    parser.add_argument("file", type=Path, help="Machine file.")
-    parser.add_argument(
-        "--layers", type=PositiveInt, metavar="N", required=True, help="Number of layers."
-    )
-    _add_plan(parser)
-    options = parser.parse_args(list(spelled_out(args)))
+def _machine(parser: argparse.ArgumentParser, args: Sequence[str]) -> planning.Plan:
+    add = parser.add_argument
+    add("file", type=Path, help="Machine file.")
+    add("--layers", type=positive, metavar="N", required=True, help="Number of layers.")
+    options = parser.parse_args(args)
     machine = planning.Machine.load(options.file)
-    try:
-        plan = planning.choose(
-            options.layers, machine, workers=options.workers, error=options.error
-        )
-    except ValueError as error:
-        raise UsageError(f"--{error}") from None
-    return plan, options.out
+    return planning.choose(options.layers, machine, workers=options.workers, error=options.error)
 
 
-def make_plan(
-    settings: Settings,
-    task: Task,
-    *,
-    machine: planning.Machine | None = None,
-    workers: int = 1,
-    **limits: float,
-) -> planning.Plan:
-    """Plan a network with its initial parameters, on its first batch; ``limits`` are ``error`` and ``seconds``."""
-    from lp_jax import train
-
-    made = experiment(settings, task)
-    comm = (
-        mesh_comm({"layers": workers})
-        if machine is None and jax.device_count() >= workers > 1
-        else None
-    )
-    with Console(stderr=True).status(
-        "measuring layers, and the gradients of solvers that would be faster"
+def _digits(parser: argparse.ArgumentParser, args: Sequence[str]) -> planning.Plan:
+    add = parser.add_argument
+    for name, default, about in (
+        ("layers", 64, "Number of layers."),
+        ("width", 64, "Size of the state."),
+        ("batch-size", 50, "Number of examples of a step."),
     ):
+        add(f"--{name}", type=positive, metavar="N", default=default, help=about)
+    about = "Time at which the last layer ends."
+    add("--t1", type=float, metavar="X", default=2.0, help=about)
+    about = "Machine file, to read instead of measuring."
+    add("--machine", type=Path, metavar="FILE", help=about)
+    add("--save", type=Path, metavar="FILE", help="File to store the measurements in.")
+    about = "Seconds to time layers and probe gradients."
+    add("--seconds", type=float, metavar="X", default=10.0, help=about)
+    options = parser.parse_args(args)
+    workers = options.workers
+    if workers > options.layers:
+        parser.error(f"--workers must be from 1 to the {options.layers} layers; got {workers}.")
+    dataset = data.digits()
+    width, rngs = options.width, nnx.Rngs(0)
+    opening = nn.DenseOpening(dataset.shape, width, rngs=rngs)
+    make = lambda rngs: nn.DenseResidual(width, rngs=rngs)  # noqa: E731
+    trunk = nn.LayerParallel(make, options.layers, t1=options.t1, rngs=rngs)
+    model = nn.Classifier(opening, trunk, nn.DenseClosing((width,), dataset.classes, rngs=rngs))
+    machine, comm = None, None
+    if options.machine is not None:
+        machine = planning.Machine.load(options.machine)
+    elif jax.device_count() >= workers > 1:
+        devices = jax.devices()[:workers]
+        comm = MeshComm(jax.make_mesh((workers,), ("layers",), (AxisType.Auto,), devices=devices))
+    doing = f"measuring layers, and the gradients of solvers that would be faster: {options.seconds:g} s, and compiling"
+    with Console(stderr=True).status(doing):
         plan = train.plan(
-            made.model,
-            made.params,
-            next(made.batches(0)),
-            loss=task.measure,
+            model,
+            train.classification(model)[1],
+            next(data.batches(dataset, options.batch_size, seed=0, epoch=0)),
             workers=workers,
             machine=machine,
             comm=comm,
-            **limits,
+            error=options.error,
+            seconds=options.seconds,
         )
     if machine is None:
-        name = f"{jax.devices()[0].device_kind} ({platform.machine()}), {settings.problem}, {settings.kind}"
+        name = f"{jax.devices()[0].device_kind} ({platform.machine()}), digits, dense"
         plan = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, name=name))
+    if options.save is not None:
+        plan.machine.save(options.save)
     return plan
-
-
-def _add_plan(parser: argparse.ArgumentParser | ArgumentParser) -> argparse._ArgumentGroup:
-    group = parser.add_argument_group("Plan")
-    about = "Number of devices that the layers are spread over."
-    add = group.add_argument
-    add("--workers", type=PositiveInt, metavar="N", default=1, help=about)
-    add(
-        "--error",
-        type=PositiveFloat,
-        metavar="X",
-        default=1e-2,
-        help="Largest relative error of the gradient.",
-    )
-    add("--out", type=Path, metavar="FOLDER", help="Folder for plan.png.")
-    return group

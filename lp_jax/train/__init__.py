@@ -6,7 +6,6 @@ Pure functions and NamedTuples; the loop is a Python loop. Needs the extra ``lp_
 try:
     import optax as _optax  # noqa: F401
     import orbax.checkpoint as _orbax  # noqa: F401
-    import rich as _rich  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"lp_jax.train needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'",
@@ -17,7 +16,7 @@ from lp_jax.train._checkpoint import CheckpointError as CheckpointError, Checkpo
 from lp_jax.train._controller import Controller as Controller
 from lp_jax.train._divergence import DivergenceError as DivergenceError
 from lp_jax.train._lbfgs import Backtracking as Backtracking, scale_by_lbfgs as scale_by_lbfgs
-from lp_jax.train._log import Bar as Bar, Log as Log, Meter as Meter
+from lp_jax.train._log import Log as Log
 from lp_jax.train._loop import Every as Every, Interrupted as Interrupted, fit as fit
 from lp_jax.train._nested import Depth as Depth, deepen as deepen, nested as nested
 from lp_jax.train._one_shot import one_shot as one_shot

@@ -201,7 +201,7 @@ class Checkpoints:
         if not self.skip_damaged:
             raise CheckpointError(
                 f"the checkpoint {path} is damaged ({reason}); to go on from the one before, of step {earlier[-1]}, set "
-                "skip_damaged=True (--skip-damaged)."
+                "skip_damaged=True."
             )
         self._set_aside(path)
         return self._newest(template)

@@ -20,7 +20,7 @@ from lp_jax._solvers._default import Fastest, sweeps_to
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._controller import Controller
 from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message
-from lp_jax.train._log import Log, Meter, Row, Silent, measured, unflat
+from lp_jax.train._log import Log
 from lp_jax.train._types import Batch, Metrics, StepFn, TrainState
 
 
@@ -54,8 +54,7 @@ def _first_signal() -> Iterator[Callable[[], int | None]]:
 class Every(NamedTuple):
     """A measurement at the first step, at every ``steps``-th and at the last, as rows of a ``kind``: "test", "probe", ...
 
-    ``measure(state, batch)`` gets the state after the step and its batch, and returns flat values as in rows of a `Log`. Growth
-    of columns ``forward_residual_1``, ... with ``forward_scale`` is reported, and the same for "adjoint".
+    ``measure(state, batch)`` gets the state after the step and its batch, and returns flat values, as in rows of a `Log`.
     """
 
     kind: str
@@ -78,14 +77,12 @@ def fit(
     log_every: int = 10,
     checkpoints: Checkpoints | None = None,
     checkpoint_every: int | None = None,
-    meter: Meter = Silent(),
     agree: Callable[[int | None], int | None] | None = None,
 ) -> tuple[TrainState, Log]:
     """Train from ``state`` to the end of the last epoch; return the last state and the log.
 
-    A run that is resumed from a checkpoint has the same numbers as one without a break, bit for bit; the log is rewound to the
-    state's step. A run that starts at step 0 adds its rows to those of earlier runs in the log. When residual norms grow over the
-    cycles of a solve, or a tolerance is not met, a warning is reported and logged (a row of kind "warning").
+    A run that is resumed from a checkpoint has the same numbers as one without a break, bit for bit. When residual norms grow
+    over the cycles of a solve, or a tolerance is not met, a warning is logged: a row of kind "warning" with a ``message``.
 
     Args:
         step_fn: the training step, as `make_train_step` returns it.
@@ -98,13 +95,12 @@ def fit(
         controller: sets the tolerances of the solvers. Its probes are rows of kind "control". To resume a run, put
             ``controller.begin(solver, adjoint_solver)`` into the state's ``control``.
         measures: measurements at some of the steps.
-        log: log of the rows; a new one in memory if None. Rows of kind "train" have the columns step, epoch, accuracy (of
-            classes), forward_residual_1, ..., time (seconds since the start), step_time (seconds per step, the mean since the
-            host last waited), and what `Metrics` has: loss, gradient_norm, trials, result, adjoint_result.
+        log: the log that gets the rows, and may show them; a new one if None. Rows of kind "train" have the columns step, epoch,
+            accuracy (of classes), forward_residual_1, ..., step_time (seconds per step, the mean since the host last waited), and
+            what `Metrics` has: loss, gradient_norm, trials, result, adjoint_result.
         log_every: number of steps after which metrics are fetched.
         checkpoints: where states are saved: at every ``checkpoint_every``-th step, at the last one, and on a signal.
         checkpoint_every: number of steps between two checkpoints; None is ``steps_per_epoch``.
-        meter: display of the progress.
         agree: for several processes that train together, `Ranks.agree` for example: ``agree(signal)`` returns one of the
             signals (or None) that they received, so that all stop at the same step, when metrics are fetched.
 
@@ -151,7 +147,6 @@ def fit(
     done = step = int(state.step)
     last = steps_per_epoch * epochs
     save_every = checkpoint_every or steps_per_epoch
-    log.rewind(done or math.inf)  # at step 0 it only drops an incomplete last line
 
     def batch_of(step: int) -> Batch:
         epoch, number = divmod(step - 1, steps_per_epoch)
@@ -159,7 +154,7 @@ def fit(
             itertools.islice(batches(epoch), number, None), None
         )  # None: it gave the batch only once
 
-    record = _Recorder(log, meter, steps_per_epoch, checkpoints, batch_of, log.rows if done else [])
+    record = _Recorder(log, steps_per_epoch, checkpoints, batch_of)
     solvers = (solver, adjoint_solver)
     named = solver or Fastest()
     # of the default a controller sets the tolerances of sweeps, and refuses one without a tolerance
@@ -170,54 +165,43 @@ def fit(
     if controller is not None:
         state = state._replace(control=controller.begin(*pair)) if state.control is None else state
         solvers = controller.solvers(state.control, *pair)
-    meter.start(done, last)
-    try:
-        with _first_signal() as received:
-            for epoch in range(done // steps_per_epoch, epochs):
-                for batch in itertools.islice(batches(epoch), step - epoch * steps_per_epoch, None):
-                    if controller is not None and controller.due(step):
-                        record.flush(step)
-                        control, decided = controller.probe(
-                            state.control, state.params, batch, *pair
-                        )
-                        record.write("control", step + 1, **decided)
-                        record.restart_clock()
-                        state = state._replace(control=control)
-                        solvers = controller.solvers(control, *pair)
-                    state, metrics = step_fn(state, batch, *solvers)
-                    step += 1
-                    record.pending.append((epoch, metrics))
-                    due = [m for m in measures if step in (1, last) or step % m.steps == 0]
-                    saves = checkpoints is not None and (step == last or step % save_every == 0)
-                    # The first step of a process compiles, and is fetched on its own to keep that out of the others' times.
-                    fetches = due or saves or step in (done + 1, last) or step % log_every == 0
-                    stop = received()
-                    if agree is not None:
-                        stop = agree(stop) if fetches else None
-                    saves = saves or (checkpoints is not None and stop is not None)
-                    if fetches or stop is not None:
-                        record.flush(step)
-                    for m in due:
-                        record.write(m.kind, step, **m.measure(state, batch))
-                        row = log.rows[-1]
-                        for solve in ("forward", "adjoint"):
-                            norms = unflat(f"{solve}_residual", row)
-                            scale = row.get(f"{solve}_scale") or 0.0
-                            record.warn(solve, step, convergence_warning(solve, norms, scale))
-                    if checkpoints is not None and saves:
-                        checkpoints.save(state)
-                    if due or saves:
-                        record.restart_clock()
-                    if stop is not None:
-                        saved = None if checkpoints is None else str(checkpoints.folder / str(step))
-                        raise Interrupted(stop, step, saved)
-                if step != (epoch + 1) * steps_per_epoch:
-                    number = step - epoch * steps_per_epoch
-                    raise ValueError(
-                        f"batches({epoch}) gave {number} batches; steps_per_epoch is {steps_per_epoch}."
-                    )
-    finally:
-        meter.stop()
+    with _first_signal() as received:
+        for epoch in range(done // steps_per_epoch, epochs):
+            for batch in itertools.islice(batches(epoch), step - epoch * steps_per_epoch, None):
+                if controller is not None and controller.due(step):
+                    record.flush(step)
+                    control, decided = controller.probe(state.control, state.params, batch, *pair)
+                    log.write(kind="control", step=step + 1, **decided)
+                    record.restart_clock()
+                    state = state._replace(control=control)
+                    solvers = controller.solvers(control, *pair)
+                state, metrics = step_fn(state, batch, *solvers)
+                step += 1
+                record.pending.append((epoch, metrics))
+                due = [m for m in measures if step in (1, last) or step % m.steps == 0]
+                saves = checkpoints is not None and (step == last or step % save_every == 0)
+                # The first step of a process compiles, and is fetched on its own to keep that out of the others' times.
+                fetches = due or saves or step in (done + 1, last) or step % log_every == 0
+                stop = received()
+                if agree is not None:
+                    stop = agree(stop) if fetches else None
+                saves = saves or (checkpoints is not None and stop is not None)
+                if fetches or stop is not None:
+                    record.flush(step)
+                for m in due:
+                    log.write(kind=m.kind, step=step, **m.measure(state, batch))
+                if checkpoints is not None and saves:
+                    checkpoints.save(state)
+                if due or saves:
+                    record.restart_clock()
+                if stop is not None:
+                    saved = None if checkpoints is None else str(checkpoints.folder / str(step))
+                    raise Interrupted(stop, step, saved)
+            if step != (epoch + 1) * steps_per_epoch:
+                number = step - epoch * steps_per_epoch
+                raise ValueError(
+                    f"batches({epoch}) gave {number} batches; steps_per_epoch is {steps_per_epoch}."
+                )
     return state, log
 
 
@@ -226,20 +210,14 @@ class _Recorder:
     """Turns metrics on the device into rows, warnings and, if they are not finite, an error."""
 
     log: Log
-    meter: Meter
     quiet: int  # number of steps during which a warning is not repeated
     checkpoints: Checkpoints | None
     batch_of: Callable[[int], Batch]
-    earlier: Sequence[Row]  # of the same run
 
     def __post_init__(self) -> None:
-        self.warned = {
-            row["solve"]: row["step"] for row in self.earlier if row["kind"] == "warning"
-        }
-        self.pending: list[
-            tuple[int, Metrics]
-        ] = []  # of the steps since the last flush, with their epochs
-        self.seconds = max((row["time"] for row in self.earlier if "time" in row), default=0.0)
+        self.warned: dict[str, int] = {}  # the last step of a warning, by its solve
+        # of the steps since the last flush, with their epochs
+        self.pending: list[tuple[int, Metrics]] = []
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -254,7 +232,6 @@ class _Recorder:
         self.pending = []
         step_time = (time.perf_counter() - self.clock) / len(fetched)
         for number, (epoch, metrics) in enumerate(fetched, step - len(fetched) + 1):
-            self.seconds += step_time
             info = metrics.info
             norms = metrics.info.stats.residual_norms.tolist()
             columns = {
@@ -262,18 +239,14 @@ class _Recorder:
                 "loss": metrics.loss,
                 "accuracy": None if info.correct is None else int(info.correct) / int(info.total),
                 "gradient_norm": metrics.gradient_norm,
-                **measured("forward_residual", norms),
+                **{f"forward_residual_{i}": x for i, x in enumerate(norms, 1) if not x < 0},
                 "trials": metrics.trials,
                 "result": info.result,
                 "adjoint_result": metrics.adjoint_result,
-                "time": self.seconds,
                 "step_time": step_time,
             }
-            self.write(
-                "train",
-                number,
-                **{name: value for name, value in columns.items() if value is not None},
-            )
+            known = {name: value for name, value in columns.items() if value is not None}
+            self.log.write(kind="train", step=number, **known)
             if not metrics.finite:
                 said = "No checkpoint was saved before."
                 saved = self.checkpoints
@@ -303,12 +276,7 @@ class _Recorder:
                 )
         self.restart_clock()
 
-    def write(self, kind: str, step: int, **values: object) -> None:
-        self.log.write(kind=kind, step=step, **values)
-        self.meter.show(self.log.rows[-1])
-
     def warn(self, solve: str, step: int, message: str | None) -> None:
         if message is not None and step - self.warned.get(solve, -math.inf) >= self.quiet:
             self.warned[solve] = step
-            self.write("warning", step, solve=solve, message=message)
-            self.meter.say(f"step {step}: {message}")
+            self.log.write(kind="warning", step=step, solve=solve, message=message)

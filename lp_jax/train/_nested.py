@@ -69,11 +69,11 @@ def nested(
         folder: folder for the checkpoints, with a subfolder for each depth. A run is resumed from the newest one.
         config: as for `Checkpoints`.
         skip_damaged: as for `Checkpoints`.
-        log: as for `fit`. A row of kind "depth" marks the beginning of each depth: its ``layers``, and for a step the number of
-            layer evaluations (``work``), and of those one after another (``depth``).
+        log: as for `fit`. A row of kind "depth" marks where training at a depth begins, or goes on: its ``layers``, and for a
+            step the number of layer evaluations (``work``), and of those one after another (``depth``).
         ranks: the MPI ranks that hold the trunk's layers. Layers do not move between ranks, so ``how`` must be "constant" or
             "zeros". All ranks call this; the loss is that of `Ranks.loss`.
-        **options: ``log_every``, ``checkpoint_every``, ``meter``, ``agree``, as for `fit`.
+        **options: ``log_every``, ``checkpoint_every``, ``agree``, as for `fit`.
 
     Returns:
         The deepest network with its parameters, the training state, and the log.
@@ -119,12 +119,7 @@ def nested(
     folders = [
         None if folder is None else Path(folder) / f"{depth.layers}-layers" for depth in depths
     ]
-    if log is None:  # rank 0 writes the file
-        log = (
-            Log(Path(folder) / "metrics.jsonl")
-            if folder is not None and (ranks is None or ranks.is_root)
-            else Log()
-        )
+    log = Log() if log is None else log
 
     def check(factor: int, block: nn.LayerParallel) -> nn.LayerParallel:
         return staying(block, factor * block.num_layers, how)
@@ -161,17 +156,15 @@ def nested(
                 if checkpoints.latest is None:
                     checkpoints.save(state)
                 state = checkpoints.restore(state)
-            log.rewind(int(state.step))
-            if depth.layers not in [row["layers"] for row in log.of("depth")]:
-                adjoint = depth.adjoint_solver or depth.solver.for_adjoint()
-                counted = planning.training_step(depth.solver, adjoint, depth.layers)
-                log.write(
-                    kind="depth",
-                    step=int(state.step),
-                    layers=depth.layers,
-                    work=counted.work(),
-                    depth=counted.depth(),
-                )
+            adjoint = depth.adjoint_solver or depth.solver.for_adjoint()
+            counted = planning.training_step(depth.solver, adjoint, depth.layers)
+            log.write(
+                kind="depth",
+                step=int(state.step),
+                layers=depth.layers,
+                work=counted.work(),
+                depth=counted.depth(),
+            )
             state, _ = fit(
                 make_train_step(loss(model)[0], optimizer, ranks=ranks),
                 state,

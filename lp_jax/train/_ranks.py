@@ -148,7 +148,16 @@ class Ranks:
 
     def once(self, f: Callable[[], T]) -> T:
         """Call ``f()`` on rank 0 and return its value, or raise its exception, on every rank."""
-        return done_once(f, self.is_root, self.world.python_comm.bcast)
+        outcome: tuple[Any, Exception | None] = (None, None)
+        if self.is_root:
+            try:
+                outcome = f(), None
+            except Exception as error:
+                outcome = None, error
+        value, raised = self.world.python_comm.bcast(outcome)
+        if raised is not None:
+            raise raised
+        return value
 
     def gather(self, tree: PyTree) -> PyTree:
         """Return parameters, or a `TrainState`, as NumPy arrays of all layers on rank 0; None on other ranks."""
@@ -213,25 +222,6 @@ class Ranks:
 def total(ranks: Ranks | None, sums: PyTree) -> jax.Array:
     """Return the sum over all parameters, of all processes, of which each gives the sums over its part."""
     return jax.tree.reduce(jnp.add, sums if ranks is None else ranks.sums(sums))
-
-
-def done_once(
-    f: Callable[[], T],
-    is_root: bool,
-    broadcast: Callable[[Any], Any],
-    shared: type[Exception] = Exception,
-) -> T:
-    """Call ``f()`` in the root process and return its value, or raise its exception of the kind ``shared``, in all of them."""
-    outcome: tuple[Any, Exception | None] = (None, None)
-    if is_root:
-        try:
-            outcome = f(), None
-        except shared as error:
-            outcome = None, error
-    value, raised = broadcast(outcome)
-    if raised is not None:
-        raise raised
-    return value
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

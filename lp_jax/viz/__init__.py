@@ -1,6 +1,6 @@
-"""Pictures of training and of the solver, as matplotlib figures: nothing is shown, nothing global is touched.
+"""Pictures of solvers and plans, as matplotlib figures: nothing is shown, nothing global is touched.
 
-Needs the extra ``lp_jax[train]``. Save one with ``figure.savefig("curves.png")``; a notebook shows the one that a cell ends
+Needs the extra ``lp_jax[train]``. Save one with ``figure.savefig("plan.png")``; a notebook shows the one that a cell ends
 with.
 """
 
@@ -12,7 +12,6 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from lp_jax.viz._answers import confusion as confusion, predictions as predictions
 from lp_jax.viz._hierarchy import (
     Described as Described,
     describe as describe,
@@ -20,10 +19,3 @@ from lp_jax.viz._hierarchy import (
 )
 from lp_jax.viz._plan import plan as plan
 from lp_jax.viz._schedule import schedule as schedule
-from lp_jax.viz._training import (
-    costs as costs,
-    curves as curves,
-    gradient_errors as gradient_errors,
-    race as race,
-    residuals as residuals,
-)

@@ -1,6 +1,5 @@
 """The grid levels of a solver and its path through them: a title, a note and stops for each class of solvers."""
 
-import dataclasses
 import functools
 import itertools
 import operator
@@ -14,11 +13,8 @@ from matplotlib.patches import Patch
 
 from lp_jax import (
     MGRIT,
-    CoarseStep,
     Identity,
     Newton,
-    Picard,
-    Rediscretize,
     Serial,
     Solver,
     Windowed,
@@ -26,7 +22,7 @@ from lp_jax import (
 from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._sweeps import Sweeps
 from lp_jax.planning._schedule import Stop, count, path
-from lp_jax.planning._words import differences, iteration_name, iterations, numbered, summary
+from lp_jax.planning._words import code, iterations, summary
 from lp_jax.viz._schedule import COLOURS
 from lp_jax.viz._style import (
     BLUE,
@@ -65,7 +61,8 @@ def hierarchy(
         >>> viz.hierarchy(solver, 64).get_suptitle()
         '64 layers on 3 levels: only 4 coarse steps remain one after another'
     """
-    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
+    same = adjoint_solver in (None, solver)
+    adjoint = "the same" if same else code(adjoint_solver)
     solver = solver.resolve(num_layers)
     title, text, levels, stops = describe(solver, num_layers)
     if stops:
@@ -78,7 +75,7 @@ def hierarchy(
         fig = figure(title, width=12, height=min(6.5, 3.0 + 0.4 * len(known)))
         _draw_batches(fig.subplots(), known, num_layers, "at most " if solver.has_tolerance else "")
         text = f"{text[:1].upper()}{text[1:]}." if text else ""
-    note(fig, text, _adjoint_note(solver, adjoint_solver))
+    note(fig, text, f"Adjoint: {adjoint}, from right to left.")
     return fig
 
 
@@ -253,28 +250,6 @@ _MOST_ALIKE = 4  # bars of all layers, where some are left out
 _PLAIN = {"propagation": "a layer", "sweep": "a sweep: these layers at the same time"}
 
 
-def _adjoint_note(solver: Solver, adjoint: Solver) -> str:
-    if type(adjoint) is not type(solver):
-        return f"Adjoint: {summary(adjoint)}."
-    differing = differences(solver, adjoint).items()
-    others = [
-        f"{name} = {_words(value)}"
-        for name, value in differing
-        if name not in ("iterations", "sweeps")
-    ]
-    text = "Adjoint: the same from right to left"
-    if adjoint.exact and not others:
-        return f"{text}."
-    but = f"but {', '.join(others)}, and " if others else ""
-    return f"{text}, {but}with {numbered(adjoint.iterations, iteration_name(adjoint))}."
-
-
-def _words(value: object) -> str:
-    if isinstance(value, CoarseStep):
-        return summary(value)
-    return ", ".join(map(_words, value)) if isinstance(value, tuple) else str(value)
-
-
 class Described(NamedTuple):
     """Title of a picture of a solve, and a note below it. ``grid`` and ``stops`` are empty for a single level.
 
@@ -339,19 +314,3 @@ def _(solver: Serial | Elementwise, layers: int) -> Described:
     return Described(
         f"{layers} layers one after another: serial propagation", "exact, and the baseline"
     )
-
-
-def variants(solver: Any) -> dict[str, Solver]:
-    """Return the solvers, by name, that a picture of the gradient's error compares: of one with a coarse step, others."""
-    own = getattr(solver, "coarse_step", None)
-    if own is None:
-        return {type(solver).__name__: solver}
-    others = {
-        "injection": Rediscretize(params="inject"),
-        "mean of parameters": Rediscretize(params="mean"),
-        "1 Picard sweep": Picard(sweeps=1),
-        "2 Picard sweeps": Picard(sweeps=2),
-    }
-    if own not in others.values():
-        others["this run's coarse step"] = own
-    return {name: dataclasses.replace(solver, coarse_step=step) for name, step in others.items()}

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from lp_jax.planning import Plan
-from lp_jax.planning._words import iteration_name, summary, times
+from lp_jax.planning._words import code, numbered
 from lp_jax.viz._style import BLUE, GREEN, GREY, RED, dress, figure, legend, line_style, logarithmic
 
 
@@ -24,10 +24,14 @@ def plan(found: Plan) -> Figure:
         >>> [ax.get_xlabel() for ax in viz.plan(found).axes]  # no gradient was taken
         ['devices']
     """
-    fig = figure(_title(found))
+    title = f"{found.layers} layers"
     looked_at = [
         (1e3 * c.cost.seconds, c.error) for c in found.choices if c.error and math.isfinite(c.error)
     ]
+    if looked_at:
+        title += f" on {numbered(found.workers, 'worker')}: {code(found.solver)}"
+        title += f"\n{found.reason[:1].upper()}{found.reason[1:]}"
+    fig = figure(title)
     *first, ax = fig.subplots(1, 2 if looked_at else 1, squeeze=False)[0]
     if first:
         _draw_errors(first[0], found, looked_at)
@@ -52,26 +56,6 @@ def plan(found: Plan) -> Figure:
     legend(ax, "below")
     dress(ax, x="devices", y="times as fast as one device", title="Speedup on more devices")
     return fig
-
-
-def _title(result: Plan) -> str:
-    if result.solver.exact:
-        gain, devices = max(
-            (result.serial_seconds / row.both, row.devices) for row in result.scaling() if row.both
-        )
-        more = (
-            f"; predicted {times(gain)} times as fast on {devices:,} devices"
-            if gain >= 1.15
-            else ""
-        )
-        return f"{result.layers} layers: serial propagation{more}"
-    where = f" on {result.workers} workers" if result.workers > 1 else ""
-    solver = result.solver
-    solvers = summary(solver)
-    if solver.has_tolerance:
-        limit = f"{solver.atol:.0e} absolute" if solver.rtol is None else f"{solver.rtol:.0e}"
-        solvers = f"{type(solver).__name__} {iteration_name(solver)}s to {limit}"
-    return f"{result.layers} layers{where}: {solvers}, predicted {times(result.speedup)} times as fast as serial"
 
 
 def _draw_errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]]) -> None:

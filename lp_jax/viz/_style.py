@@ -1,16 +1,14 @@
 """One look for all pictures: large type, colours that the colour-blind can distinguish, no chart junk."""
 
 import io
-import math
 import textwrap
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 # Okabe and Ito, "Color universal design", 2008
 BLUE = "#0072B2"
@@ -20,7 +18,6 @@ PURPLE = "#CC79A7"
 SKY = "#56B4E9"
 RED = "#D55E00"
 COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY)
-MARKERS = ("o", "s", "^", "D", "v", "P")
 INK = "#222222"
 GREY = "#666666"
 FAINT = "#DDDDDD"
@@ -63,39 +60,26 @@ def dress(ax: Axes, *, x: str, y: str, title: str = "") -> None:
     ax.spines[["left", "bottom"]].set_color(GREY)
 
 
-def line_style(number: int, *, marked: bool = False) -> dict[str, Any]:
-    """Return the colour, width and dashes of a line among others; for few points, markers instead of dashes."""
-    marks = {"marker": MARKERS[number % len(MARKERS)], "markersize": 8}
-    dashes = {"linestyle": ("-", "--", ":", "-.")[number % 4]}
-    return {
-        "color": COLOURS[number % len(COLOURS)],
-        "linewidth": 2.3,
-        **(marks if marked else dashes),
-    }
-
-
-DASHED: dict[str, Any] = {"color": GREY, "linewidth": 1.3, "linestyle": (0, (2, 2)), "zorder": 1}
-"""Look of a line for orientation."""
+def line_style(number: int) -> dict[str, Any]:
+    """Return the colour, width and dashes of a line among others."""
+    dashes = ("-", "--", ":", "-.")[number % 4]
+    return {"color": COLOURS[number % len(COLOURS)], "linewidth": 2.3, "linestyle": dashes}
 
 
 def logarithmic(ax: Axes, *names: str) -> None:
-    """Make the axes "x" or "y" logarithmic where a line has a positive value, with ticks closer on a short axis."""
+    """Make the axes "x" or "y" logarithmic, with ticks closer on a short axis."""
     for name in names:
-        if not any(
-            np.nanmax(getattr(line, f"get_{name}data")(), initial=0) > 0 for line in ax.lines
-        ):
-            continue
         ax.set(**{f"{name}scale": "log"})
         axis: Axis = getattr(ax, f"{name}axis")
         low, high = axis.get_view_interval()
         between = (
-            (1,) if high > 1e3 * low else (1, 2, 5) if high > 20 * low else (1, 1.5, 2, 3, 5, 7)
+            (1,) if high > 1e3 * low else (1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 5, 7)
         )
-        if high > 3 * low:
-            axis.set(major_locator=LogLocator(subs=between), major_formatter=lambda x, _: number(x))
-        else:
-            axis.set(major_locator=MaxNLocator(5), major_formatter=ScalarFormatter())
-        axis.set_minor_locator(NullLocator())
+        axis.set(
+            major_locator=LogLocator(subs=between),
+            major_formatter="{x:g}",
+            minor_locator=NullLocator(),
+        )
 
 
 def whole_numbers(axis: Axis) -> None:
@@ -103,29 +87,14 @@ def whole_numbers(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(integer=True))
 
 
-def number(value: float) -> str:
-    """Format with two digits, or with one and a power of ten if that is shorter."""
-    if not math.isfinite(value) or value == 0 or 1e-3 <= abs(value) < 1e4:
-        return f"{float(f'{value:.2g}'):g}"
-    digit, exponent = f"{value:.0e}".split("e")
-    power = f"10{str(int(exponent)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
-    return power if digit == "1" else f"{digit}×{power}"
-
-
 _PLACES: dict[str, dict[str, Any]] = {
     "above": {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0)},
     "below": {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 2},
-    "outside": {
-        "loc": "center left",
-        "bbox_to_anchor": (1.01, 0.5),
-        "alignment": "left",
-        "title_fontsize": LABEL,
-    },
 }
 
 
 def legend(ax: Axes, place: str, **options: Any) -> None:
-    """Add a legend without a box around it: in a corner, or "above", "below" or "outside" on the right."""
+    """Add a legend without a box around it: in a corner, above or below."""
     ax.legend(
         fontsize=TICK,
         framealpha=0.9,

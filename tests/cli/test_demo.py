@@ -26,8 +26,8 @@ def a_log(times, accuracies, deeper=(), errors=()):
 
 def test_the_first_step_of_each_depth_counts_like_the_next_and_the_rest_is_compilation():
     log = a_log([5.0, 1.0, 1.0, 7.0, 2.0], [0.1, 0.5, 0.9, 0.8, 0.9], deeper={3})
-    assert _demo.seconds(log) == pytest.approx(1 + 1 + 1 + 2 + 2)
-    assert _demo.seconds(log, 0.9) == pytest.approx(3.0)  # where it is reached first
+    seconds, accuracies = zip(*_demo.curve(log), strict=True)
+    assert seconds == pytest.approx((1, 2, 3, 5, 7)) and accuracies == (0.1, 0.5, 0.9, 0.8, 0.9)
 
 
 def test_times_are_told_to_an_accuracy_that_all_end_with_and_beside_the_first_run():
@@ -45,6 +45,14 @@ def test_times_are_told_to_an_accuracy_that_all_end_with_and_beside_the_first_ru
         " 4.00 s (0.50)",
     ]
     assert cells[4] == ["none", "1e-03, 1e-01"]
+    curves = {name: _demo.curve(log) for name, log in runs.items()}
+    figure = _demo.race(target, numbers, curves)
+    wanted = "Fast training reaches 90.0% in 2 s, exact training in 6 s"
+    assert figure.get_suptitle() == wanted
+    (ax,) = figure.axes
+    named = {line.get_label(): line for line in ax.lines}
+    assert named["fast"].get_xdata().tolist() == [1, 2, 3, 4]
+    assert ax.get_ylim()[0] < 0.9 < ax.get_ylim()[1]
 
 
 def test_the_demo_trains_on_two_devices_and_tells_the_error_of_its_gradients(

@@ -20,7 +20,7 @@ SCRIPT = launch.HERE / "ranks_solve.py"
 
 JOBS = {
     "2 ranks": (2, "solvers=windows,secant", "outputs", "fastest", "one_shot", "disagree", "wires", "examples",
-                "modules", "depths", "refused", "pipelines"),
+                "modules", "depths", "pipelines"),
     "3 ranks": (3, "solvers=3 levels,falls back,serial", "small=mixed,complex", "messages", "spline", "transforms",
                 "pipelines"),
     "4 ranks": (4, "grid=2"),

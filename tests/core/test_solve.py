@@ -162,7 +162,7 @@ def test_no_program_copies_all_parameters(monkeypatch, solver, backend):
 
 def test_the_core_needs_jax_alone():
     """Importing the package imports none of the extras."""
-    extras = {"flax", "optax", "orbax", "jsonargparse", "rich", "matplotlib", "sklearn"}
+    extras = {"flax", "optax", "orbax", "rich", "matplotlib", "sklearn"}
     code = f"import sys, lp_jax; print(sorted({extras} & set(sys.modules)))"
     assert output(sys.executable, "-c", code).strip() == "[]"
 

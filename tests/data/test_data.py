@@ -14,9 +14,8 @@ import pytest
 from data_files import MNIST, PAGE, idx, mnist, ragged, refused, run_page, write
 
 from lp_jax import data
-from lp_jax.cli import _problems
-from lp_jax.cli._models import Training
 from lp_jax.data import contrib
+from lp_jax.data._dataset import Scaler
 from lp_jax.data._gum import read_conllu
 from lp_jax.data._timeseries import read_ts
 
@@ -385,11 +384,10 @@ def test_large_labels_stay_apart(tmp_path):
     assert got.names == (str(2**53), str(2**53 + 1), str(2**63)) and got.test_y.tolist() == [1, 2]
 
 
-def test_the_command_scales_in_double_precision(tmp_path):
+def test_scaling_is_in_double_precision():
     """Noise on 1e8 has as many values after scaling as before; float32 knows one."""
     x = 1e8 + np.random.default_rng(0).normal(size=(96, 1))
-    task = _problems.arrays(Training(epochs=1, batch_size=8), saved(tmp_path, x=x, y=[0, 1] * 48))
-    seen = np.concatenate([x for x, *_ in [*task.batches(0), *task.test_batches]])
+    seen = Scaler(x)(x)
     assert seen.dtype == np.float32 and len(np.unique(seen)) > 80 and abs(seen.std() - 1) < 0.2
 
 
@@ -402,15 +400,13 @@ def test_short_numbers_are_read_without_a_warning(tmp_path, dtype):
         data.arrays(saved(tmp_path, x=x, y=[0, 1] * 5))
 
 
-def test_held_out_numbers_that_float32_cannot_hold_are_refused(tmp_path):
-    path = saved(
-        tmp_path, x=ONES * FOUR[:, None], y=[0, 1, 0, 1], test_x=[[1.0, 1e100]], test_y=[0]
-    )
+def test_held_out_numbers_that_float32_cannot_hold_are_refused():
+    scale = Scaler(ONES * FOUR[:, None])
     with pytest.raises(
         data.DataError,
         match=r"after scaling by .* holds .*e\+99 at \[0, 1\]; wanted finite .* 3e\+38",
     ):
-        _problems.arrays(Training(epochs=1, batch_size=2), path)
+        scale(np.array([[1.0, 1e100]]))
 
 
 @pytest.mark.parametrize("shape", [(20,), (20, 3)])

@@ -1,12 +1,4 @@
-"""``lp-jax`` in this process and, run as a program, as one process of several.
-
-The program leaves the number of its process in a folder, then runs. Its arguments: folder, this process's number or the
-name of the variable that holds it, arguments of the command.
-"""
-
-import os
-import sys
-from pathlib import Path
+"""``lp-jax`` in this process."""
 
 import pytest
 
@@ -25,9 +17,3 @@ def one_line(text):
     assert text.startswith("lp-jax: ") and text.count("\n") == 1 and text.endswith("\n"), text
     assert "Traceback" not in text
     return text
-
-
-if __name__ == "__main__":
-    folder, number, *arguments = sys.argv[1:]
-    Path(folder, f"pid-{os.environ.get(number, number)}").write_text(str(os.getpid()))
-    main(arguments)

@@ -1,6 +1,7 @@
-"""What every process of a test runs: one solve over the devices of several processes, against the same on one device.
+"""What every process of a test runs: a solve over the devices of several processes, against the same on one device.
 
-Arguments: process, number of processes, devices of each, port of the coordinator.
+Then it trains for two steps, and all processes write one checkpoint. Arguments: process, number of processes, devices of each,
+port of the coordinator, folder of the checkpoint.
 """
 
 import functools
@@ -8,7 +9,7 @@ import sys
 
 import jax
 
-PROCESS, PROCESSES, DEVICES, PORT = map(int, sys.argv[1:])
+PROCESS, PROCESSES, DEVICES, PORT = map(int, sys.argv[1:5])
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_enable_x64", True)
 jax.distributed.initialize(f"127.0.0.1:{PORT}", PROCESSES, PROCESS, heartbeat_timeout_seconds=20)
@@ -74,6 +75,33 @@ got = jax.jit(functools.partial(piped_gradient, mapped=pipeline))(
 )
 for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
     assert relative_error(multihost_utils.process_allgather(a, tiled=True), b) < 1e-12
+
+# --- training: layers over the devices of a process, examples over the processes ----------------------------------------
+
+import training  # noqa: E402
+
+mesh = jax.make_mesh((PROCESSES, DEVICES), ("data", "layers"), axis_types=(AxisType.Auto,) * 2)
+same = NamedSharding(mesh, PartitionSpec())
+
+
+def everywhere(tree):
+    there = set(mesh.devices.flat)
+    return jax.tree.map(lambda x: x if x.sharding.device_set == there else placed(x, same), tree)
+
+
+def agree(signal):
+    return int(multihost_utils.process_allgather(np.int32(signal or 0)).max()) or None
+
+
+examples = NamedSharding(mesh, PartitionSpec("data"))
+training.run(
+    sys.argv[5],
+    epochs=1,
+    comm=lp_jax.MeshComm(mesh),
+    everywhere=everywhere,
+    share=lambda batch: jax.tree.map(lambda x: placed(x, examples), batch),
+    agree=agree,
+)
 
 multihost_utils.sync_global_devices("done")
 print(f"passed in process {PROCESS}", flush=True)

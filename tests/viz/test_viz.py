@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from problems import INJECT
@@ -21,18 +20,6 @@ from lp_jax._solvers import _cycle, _serial
 from lp_jax.planning._schedule import count
 from lp_jax.viz._hierarchy import batches
 from lp_jax.viz._schedule import timelines
-
-
-def rows(accuracy, steps=40):
-    train = [{"kind": "train", "step": i, "loss": 2.0 / i} for i in range(1, steps + 1)]
-    return [*train, *({"kind": "test", "step": i, "accuracy": accuracy} for i in (1, steps))]
-
-
-def probe(step, forward, adjoint):
-    row = {"kind": "probe", "step": step}
-    for solve, norms in (("forward", forward), ("adjoint", adjoint)):
-        row |= {f"{solve}_residual_{number}": norm for number, norm in enumerate(norms, 1)}
-    return row
 
 
 def check_legible(figure):
@@ -59,162 +46,6 @@ def check_legible(figure):
     boxes = [text.get_window_extent(renderer).padded(-1) for text in shown]
     pairs = itertools.combinations(zip(shown, boxes, strict=True), 2)
     assert not [(text, other) for (text, a), (other, b) in pairs if a.overlaps(b)]
-
-
-def test_curves_show_both_runs():
-    figure = viz.curves({"layer-parallel": rows(0.98, 80), "serial": rows(0.975, 80)})
-    assert (
-        figure.get_suptitle() == "Layer-parallel training reaches 98.0% test accuracy, serial 97.5%"
-    )
-    loss_ax, accuracy_ax = figure.axes
-    thin, mean = loss_ax.lines[:2]
-    losses = 2.0 / np.arange(1, 81)
-    np.testing.assert_array_equal(thin.get_ydata(), losses)
-    np.testing.assert_allclose(mean.get_ydata()[1:], (losses[1:] + losses[:-1]) / 2)
-    assert loss_ax.get_title(loc="left") == "Loss of each batch, and its mean over 2 steps"
-    assert [line.get_ydata()[-1] for line in accuracy_ax.lines] == [0.98, 0.975]
-    assert figure.canvas.manager is None  # no window, no global list of figures
-    check_legible(figure)
-
-
-def test_runs_that_are_short_or_empty_or_have_gaps():
-    run = {"serial": [row | {"work": row["step"], "depth": row["step"]} for row in rows(0.9)]}
-    (loss_ax, _), (costs, _) = viz.curves(run).axes, viz.costs(run).axes
-    assert len(loss_ax.lines) == 1 and loss_ax.get_title(loc="left") == "Loss of each batch"
-    assert costs.get_ylabel() == "training loss"  # promises no mean
-    gaps = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, None), (2, 1.0))]
-    assert viz.curves({"serial": gaps}).get_suptitle() == "Training"
-    for draw in (viz.curves, viz.costs, viz.race):
-        with pytest.raises(ValueError, match="runs is empty"):
-            draw({})
-        with pytest.raises(ValueError, match="'serial' has no row of kind 'train'"):
-            draw({"serial": []})
-
-
-def test_costs_are_drawn_against_work_and_against_depth():
-    def spent(steps, depth):
-        return [
-            row | {"work": 192 * row["step"], "depth": depth and depth * row["step"]}
-            for row in rows(0.9, steps)
-        ]
-
-    figure = viz.costs(
-        {"one-shot": spent(40, 12), "serial": spent(40, 192), "mgopt": spent(9, None)}
-    )
-    by_work, by_depth = figure.axes
-    assert [line.get_label() for line in by_work.lines] == ["one-shot", "serial", "mgopt"]
-    assert [line.get_label() for line in by_depth.lines] == ["one-shot", "serial"]
-    assert [line.get_xdata()[-1] for line in by_depth.lines] == [480, 7680]
-    check_legible(figure)
-
-
-def test_the_pictures_of_values():
-    train = [{"kind": "train", "step": n, "loss": 1 / n, "step_time": 1.0} for n in (1, 2)]
-    log = [*train, {"kind": "test", "step": 2, "loss": 0.25, "accuracy": None}]
-    figure = viz.curves({"serial": log})
-    assert figure.get_suptitle() == "Serial training reaches a test loss of 0.25"
-    assert figure.axes[1].get_ylabel() == "test loss" and figure.axes[1].get_yscale() == "log"
-    with pytest.raises(ValueError, match="no row of kind 'test' with an accuracy"):
-        viz.race({"serial": log})
-    truth = np.stack([np.linspace(0, 10, 50), np.linspace(0, 1, 50)], axis=1)
-    both = viz.predictions(truth, truth + np.array([1.0, 0.2]))
-    assert both.get_suptitle() == "Typical errors are 0.34 to 0.68 of how far values spread"
-    assert [ax.get_title(loc="left") for ax in both.axes] == [
-        "Value 1: typical error 1",
-        "Value 2: typical error 0.2",
-    ]
-    poor = viz.predictions(truth[:, 0], 10 - truth[:, 0]).get_suptitle()
-    assert (
-        poor == "Typical error 5.9; values spread by 2.9:\nno better than always answering the mean"
-    )
-    one = viz.predictions(truth, np.stack([truth[:, 0], 1 - truth[:, 1]], axis=1)).get_suptitle()
-    assert one.endswith("no better than always answering the mean, for 1 of 2 values")
-    with pytest.raises(ValueError, match=r"one shape, .*; got \(50, 2\) and \(50,\)"):
-        viz.predictions(truth, truth[:, 0])
-
-
-def test_a_race_marks_when_the_target_is_reached():
-    def log(step_time, accuracies):
-        train = [{"kind": "train", "step": n, "step_time": step_time} for n in range(1, 31)]
-        return train + [
-            {"kind": "test", "step": 10 * n, "accuracy": a} for n, a in enumerate(accuracies, 1)
-        ]
-
-    runs = {"serial": log(0.2, (0.5, 0.9, 0.95)), "layer-parallel": log(0.1, (0.4, 0.91, 0.96))}
-    figure = viz.race({**runs, "nested": log(0.05, (0.2, 0.3, 0.8))}, target=0.9)
-    assert (
-        figure.get_suptitle()
-        == "Layer-parallel training reaches 90.0% in 2 s, serial training in 4 s"
-    )
-    (ax,) = figure.axes
-    named = {line.get_label(): line for line in ax.lines}
-    np.testing.assert_allclose(named["serial"].get_xdata(), [2.0, 4.0, 6.0])
-    np.testing.assert_allclose(named["nested"].get_ydata(), [0.2, 0.3, 0.8])
-    check_legible(figure)
-    assert (
-        viz.race(runs).get_suptitle()
-        == "Layer-parallel training reaches 95.0% in 3 s, serial training in 6 s"
-    )
-    assert viz.race(runs, target=0.96).get_suptitle().endswith("in 3 s, serial training never")
-    assert ax.get_ylim()[0] < 0.9 < ax.get_ylim()[1]
-    close = viz.race(
-        {"a": log(0.2, (0.1, 0.91, 0.92)), "b": log(0.1, (0.2, 0.9, 0.92))}, target=0.915
-    )
-    assert 0.85 < close.axes[0].get_ylim()[0] < 0.9 and 0.92 < close.axes[0].get_ylim()[1] < 0.95
-    assert (
-        viz.race({"serial": runs["serial"]}).get_suptitle()
-        == "Serial training reaches 95.0% in 6 s"
-    )
-    assert viz.race(runs, target=0.99).get_suptitle() == "No run reaches 99.0%"
-    with pytest.raises(ValueError, match="'serial' has no row of kind 'test'"):
-        viz.race({"serial": runs["serial"][:30]})
-
-
-def test_residuals_show_first_and_last_probe_and_their_growth_unless_rounding_does_it():
-    probes = [probe(step, [None, 1.0, 0.1], [None, 0.5, 0.01]) for step in range(1, 12)]
-    figure = viz.residuals(probes)
-    assert figure.get_suptitle() == "The residual norm falls by a factor of 10 to 50"
-    forward, adjoint = figure.axes
-    assert [line.get_label() for line in forward.lines] == ["step 1", "step 4", "step 8", "step 11"]
-    np.testing.assert_array_equal(forward.lines[0].get_xdata(), [2, 3])
-    np.testing.assert_array_equal(adjoint.lines[0].get_ydata(), [0.5, 0.01])
-    check_legible(figure)
-    grows = probe(1, [1.0, 3.0], [1.0, 0.5])
-    assert (
-        viz.residuals([grows]).get_suptitle()
-        == "The residual norm grows in 1 of 2 solves, by up to 3"
-    )
-    scales = {"forward_scale": 10.0, "adjoint_scale": 10.0}
-    assert "grows in 1 of 2" in viz.residuals([grows | scales]).get_suptitle()
-    converged = [probe(1, [1e-6, 3e-6], [1e-7, 1e-7]) | scales]
-    assert (
-        viz.residuals(converged).get_suptitle()
-        == "The residual norms are as small as rounding lets them be"
-    )
-    both = [*converged, probe(2, [1.0, 2.0, 1e-3], [1.0, 0.5]) | scales]
-    assert viz.residuals(both).get_suptitle() == "The residual norm falls by factors of up to 1000"
-    with pytest.raises(ValueError, match="no row of kind 'probe'"):
-        viz.residuals(rows(0.9))
-
-
-def test_gradient_errors_and_the_runs_own():
-    errors = {"injection": [0.9, 0.1, 0.01], "2 Picard sweeps": [5e-3, 6e-6, 7e-7]}
-    figure = viz.gradient_errors(errors, run=("this run", 2, 0.03))
-    wanted = (
-        "After 2 cycles, the gradient error is 0.1 with injection,\n6×10⁻⁶ with 2 Picard sweeps"
-    )
-    assert figure.get_suptitle() == wanted
-    (ax,) = figure.axes
-    assert ax.get_yscale() == "log"
-    for line, name in zip(ax.lines, errors, strict=False):
-        np.testing.assert_array_equal(line.get_ydata(), errors[name])
-        np.testing.assert_array_equal(line.get_xdata(), [1, 2, 3])
-    assert ax.lines[2].get_xydata().tolist() == [[2, 0.03]]
-    check_legible(figure)
-    figure = viz.gradient_errors({"Picard": [0.5, 0.0, 0.0]}, iteration="sweep")
-    assert figure.get_suptitle() == "After 3 sweeps, the gradient error is 0 with Picard"
-    with pytest.raises(ValueError, match="errors is empty"):
-        viz.gradient_errors({})
 
 
 SOLVERS = {

@@ -1,0 +1,126 @@
+r"""A deep dense network learns handwritten digits. A script to read, to copy and to change.
+
+    python notebooks/examples/digits.py --layers 256 --epochs 10
+
+trains with all layers at once, prints how exact the last gradient was, and draws digits.png. For data of your own change
+`load`; for another network change `layer` and `init`. SOLVERS = {} lets lp_jax choose: on a laptop it takes one layer after
+another, because nothing is faster there for a network as wide as this one. (`lp-jax demo` trains a narrower one.)
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from rich.progress import track
+from sklearn.datasets import load_digits
+from sklearn.metrics import ConfusionMatrixDisplay
+from sklearn.model_selection import train_test_split
+
+import lp_jax
+
+# Sweeps over all layers until the residual is small enough. For the adjoint a larger one will do.
+SOLVERS = {
+    "solver": lp_jax.Picard(sweeps=32, rtol=1e-3),
+    "adjoint_solver": lp_jax.Picard(sweeps=32, rtol=1e-2),
+}
+
+
+def load(seed):
+    """Return inputs (samples, pixels) and classes: those to train with, then those to test with."""
+    x, y = load_digits(return_X_y=True)
+    x = (x / 16).astype(np.float32)
+    train_x, test_x, train_y, test_y = train_test_split(
+        x, y, test_size=0.2, stratify=y, random_state=seed
+    )
+    return (train_x, train_y), (test_x, test_y)
+
+
+def layer(y, at):
+    """One layer; ``at.params`` are its own, and ``at.dt`` is the length of its time step."""
+    weights, bias = at.params
+    return y + at.dt * jnp.tanh(y @ weights + bias)
+
+
+def init(key, inputs, width, layers, classes):
+    """Return parameters; those of the layers are stacked along their first axis."""
+    opening, trunk, closing = jax.random.split(key, 3)
+    weights = jax.random.normal(trunk, (layers, width, width)) / width**0.5
+    return {
+        "opening": jax.random.normal(opening, (inputs, width)) / inputs**0.5,
+        "layers": (weights, jnp.zeros((layers, width))),
+        "closing": jax.random.normal(closing, (width, classes)) / width**0.5,
+    }
+
+
+def logits_of(params, x):
+    y = jnp.tanh(x @ params["opening"])
+    y = lp_jax.solve(layer, params["layers"], y, t1=2.0, **SOLVERS).y1
+    return y @ params["closing"]
+
+
+def loss(params, x, labels):
+    logits = logits_of(params, x)
+    return optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def draw(losses, accuracies, truth, answers):
+    fig, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    left.plot(losses, color="tab:blue", alpha=0.6)
+    left.set(xlabel="training step", ylabel="training loss", yscale="log")
+    test = left.twinx()
+    steps = len(losses) / len(accuracies) * np.arange(1, len(accuracies) + 1)
+    test.plot(steps, accuracies, "o-", color="tab:red")
+    test.set(ylabel="test accuracy (red)", ylim=(None, 1))
+    left.set_title(f"Test accuracy after training: {accuracies[-1]:.1%}")
+    ConfusionMatrixDisplay.from_predictions(truth, answers, ax=right, cmap="Blues", colorbar=False)
+    right.set_title("Answers on the test set")
+    return fig
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Train a deep dense network on digits.")
+    parser.add_argument("--layers", type=int, default=256)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    (train_x, train_y), (test_x, test_y) = load(args.seed)
+    sizes = train_x.shape[1], args.width, args.layers, train_y.max() + 1
+    params = init(jax.random.key(args.seed), *sizes)
+    optimizer = optax.adam(args.learning_rate)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def update(params, state, x, labels):
+        value, gradient = jax.value_and_grad(loss)(params, x, labels)
+        changes, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, changes), state, value
+
+    @jax.jit
+    def answers_of(params, x):
+        return jnp.argmax(logits_of(params, x), axis=1)
+
+    random = np.random.default_rng(args.seed)
+    losses, accuracies = [], []
+    for _ in track(range(args.epochs), description="training"):
+        order = random.permutation(len(train_y))
+        for rows in np.split(order, range(args.batch, len(order), args.batch)):
+            if len(rows) == args.batch:  # The last batch is short, and would compile once more.
+                params, state, value = update(params, state, train_x[rows], train_y[rows])
+                losses.append(value)
+        accuracies.append(np.mean(answers_of(params, test_x) == test_y))
+    print(f"{len(losses)} steps, test accuracy {accuracies[-1]:.1%}")
+    rows = order[: args.batch]
+    print(lp_jax.gradient_error(loss)(params, train_x[rows], train_y[rows]))
+    draw(np.array(losses), accuracies, test_y, answers_of(params, test_x)).savefig("digits.png")
+    print("wrote digits.png")
+
+
+if __name__ == "__main__":
+    main()

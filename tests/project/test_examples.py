@@ -1,0 +1,98 @@
+"""The scripts to copy run at a toy size, as a user starts them, and leave what they say."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import launch
+import numpy as np
+import pytest
+
+from conftest import QUICK
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "notebooks" / "examples"
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "MPLBACKEND": "Agg",
+    "XLA_FLAGS": QUICK,
+}
+
+
+def started(name, *options, folder):
+    """What a script prints; it runs in its own process and folder, under JAX's defaults."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    command = sys.executable, FOLDER / f"{name}.py", *options
+    return launch.output(*command, cwd=folder, env=kept | ENVIRONMENT)
+
+
+# A script, its options, what it prints, and the picture that it draws.
+SCRIPTS = {
+    "digits": (
+        "--layers 8 --width 8 --batch 200 --epochs 2",
+        r"14 steps, test accuracy \d\d.*gradient error \d",
+        "digits.png",
+    ),
+    "one_shot": (
+        "--layers 8 --width 4 --steps 6",
+        r"exact: loss .*one-shot: loss .*layers one after another",
+        "one_shot.png",
+    ),
+    "several_devices": (
+        "--layers 16 --width 8 --batch 16",
+        r"one device .* exact\nrelay .* (exact|e-0[78])\npipeline.* error \de-0[678]\n.* 1 cycle .* error \de-0[123]\n",
+        "several_devices.png",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_and_draws_its_picture(name, tmp_path):
+    options, printed, picture = SCRIPTS[name]
+    said = started(name, *options.split(), folder=tmp_path)
+    assert re.search(printed, said, re.S), said
+    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def losses(folder):
+    """The loss of each step; of a step that came twice, the last one."""
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["kind"] == "train"]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+@pytest.mark.slow
+def test_ranks_stop_together_and_one_rank_goes_on_to_the_same_numbers(tmp_path):
+    """SIGTERM at one of two ranks ends both after the same step, which is saved."""
+    sizes = ["--layers", "8", "--width", "4", "--batch", "200"]
+    folder, whole = tmp_path / "ranks", tmp_path / "whole"
+    job = launch.start_ranks(2, FOLDER / "ranks.py", "--folder", folder, "--epochs", "2000", *sizes)
+    try:
+        end = time.monotonic() + 120
+        while not (folder / "checkpoints" / "14").exists():
+            assert job.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        *_, rank = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        os.kill(int(rank), signal.SIGTERM)
+    finally:
+        ended = launch.end(job, timeout=60)
+    (step,) = map(int, re.findall(r"SIGTERM: stopped after step (\d+); saved to", ended.output))
+    assert ended.code != 0 and (folder / "checkpoints" / str(step)).is_dir(), ended.output
+    assert list(losses(folder)) == list(range(1, step + 1))
+
+    epochs = ["--epochs", str(step // 7 + 2)]
+    said = started("ranks", "--folder", folder, *epochs, *sizes, folder=tmp_path)
+    assert f"going on after step {step}" in said and "8 layers on 1 rank" in said
+    said = started("ranks", "--folder", whole, *epochs, *sizes, folder=tmp_path)
+    assert "going on" not in said
+    found, wanted = losses(folder), losses(whole)
+    assert list(found) == list(wanted) == list(range(1, 7 * (step // 7 + 2) + 1))
+    np.testing.assert_allclose(
+        list(found.values()), list(wanted.values()), rtol=1e-3
+    )  # single precision
