@@ -358,8 +358,8 @@ class Rules:
             sweeps=[typical(each.rtol) for each in taken if each.errors_fall_fast],
         )
         if (
-            taken[0].exact and problem.comm.size == 1 and not program.workers.processor.launches
-        ):  # there it is unrolled
+            taken[0].exact and problem.comm.size == 1 and not program.workers.processor.wide
+        ):  # elsewhere it is unrolled
             taken_as_it_is = f"{_LEFT}nothing is faster"
             return about._replace(takes=taken_as_it_is, problem=problem, seconds=seconds), None
         return about._replace(takes=str(taken[0]), problem=problem, seconds=seconds), solvers

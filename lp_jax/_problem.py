@@ -8,10 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
+from lp_jax._arrays._place import NO_MESH
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Stacked, State, Step, Times
 from lp_jax._comms import _wire
 from lp_jax._comms._comm import Comm, OneDevice
@@ -94,19 +95,27 @@ class Problem(_inputs.Network):
         adjoint_guess: CPoints | None = None,
     ) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
         """Return the `Solution` and its pullback, as `lp_jax.solve_vjp` does; the arguments are the same."""
-        if (
-            AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-            and self.comm != OneDevice()
-        ):
-            raise ValueError(
-                "solve_vjp does not work inside jax.set_mesh with explicit axes. Call it outside of it, on the same arrays; or "
-                "take jax.vjp of lp_jax.solve."
-            )
+        here = jax.sharding.get_abstract_mesh()
+        explicit = self.comm != OneDevice() and here.explicit_axes
+        # types that hold places are left outside, and the results get places as those of `solve` have
+        outside = functools.partial(jax.sharding.use_abstract_mesh, NO_MESH if explicit else here)
+
+        def put(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+            return jax.sharding.reshard(x, NamedSharding(here, spec)) if explicit else x
+
         program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
-        (y1, aux, rest), pull = program.vjp(arrays)
+        with outside():
+            out, pull = program.vjp(arrays)
+        if explicit:
+            out = jax.tree.map(put, out, _partitions(program, arrays))
+        y1, aux, rest = out
 
         def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
-            gradient, stats = pull(*_tree.varying((y1_cotangent, seen_of(aux, aux_cotangent)), y1))
+            with outside():
+                gradient, stats = pull(
+                    *_tree.varying((y1_cotangent, seen_of(aux, aux_cotangent)), y1)
+                )
+            stats = jax.tree.map(lambda x: put(x, PartitionSpec()), stats)
             arguments = (self.params, self.y0, self.shared, self.data)
             cotangents = (
                 gradient.slices.params,
@@ -116,13 +125,22 @@ class Problem(_inputs.Network):
             )
             cotangents = jax.tree.map(
                 lambda x, cotangent: (
-                    np.zeros(jnp.shape(x), jax.dtypes.float0) if cotangent is None else cotangent
+                    np.zeros(jnp.shape(x), jax.dtypes.float0)
+                    if cotangent is None
+                    else put(cotangent, _spec(x))
                 ),
                 arguments,
                 cotangents,
             )
             params, y0, shared, data = _tree.sum_like(cotangents, arguments)
-            return Gradients(params, y0, shared, data, gradient.adjoint_guess), stats
+            ended = (
+                jax.tree.map(
+                    lambda x, y: put(x, PartitionSpec(None, *_spec(y))), gradient.adjoint_guess, y1
+                )
+                if gradient.adjoint_guess is not None
+                else None
+            )
+            return Gradients(params, y0, shared, data, ended), stats
 
         return Solution(y1, *rest, aux), pullback
 
@@ -225,9 +243,6 @@ def solve_vjp(
         ``(ceil(N / m), ...)``: an ``adjoint_guess`` for the next solve, None where JAX differentiates a scan (`Serial` on one
         device). Values that ``step`` closes over get no gradient here.
 
-    Raises:
-        ValueError: as `solve`; and over a mesh inside ``jax.set_mesh`` with explicit axes.
-
     Example:
         >>> import jax.numpy as jnp, lp_jax
         >>> step = lambda y, layer: y + layer.dt * layer.params * y
@@ -298,12 +313,7 @@ def _in_pipeline(
 
 def _partitions(program: Program, arrays: Arrays) -> Output:
     """Partitions of the outputs of a solve: those of ``y0`` for states, and for aux of the same shape."""
-
-    def spec(x: jax.Array) -> PartitionSpec:
-        sharding = jax.typeof(x).sharding
-        return PartitionSpec() if sharding.mesh.empty else sharding.spec
-
-    like = {x.shape: spec(x) for x in jax.tree.leaves(arrays.y0)}
+    like = {x.shape: _spec(x) for x in jax.tree.leaves(arrays.y0)}
     layer = program.chain(*arrays[:3]).step(0, aux=True)
     aux = jax.eval_shape(
         lambda slices, y0, shared: layer(y0, jax.tree.map(lambda x: x[0], slices), shared)[1],
@@ -311,13 +321,18 @@ def _partitions(program: Program, arrays: Arrays) -> Output:
     )
     nowhere: PyTree = PartitionSpec()
     return (
-        jax.tree.map(spec, arrays.y0),
+        jax.tree.map(_spec, arrays.y0),
         jax.tree.map(lambda x: PartitionSpec(None, *like.get(x.shape, ())), aux),
         (
             Stats(nowhere, nowhere, nowhere),
-            jax.tree.map(lambda x: PartitionSpec(None, *spec(x)), arrays.y0),
+            jax.tree.map(lambda x: PartitionSpec(None, *_spec(x)), arrays.y0),
         ),
     )
+
+
+def _spec(x: jax.Array) -> PartitionSpec:
+    sharding = jax.typeof(x).sharding
+    return PartitionSpec() if sharding.mesh.empty else sharding.spec
 
 
 _RESTART = (

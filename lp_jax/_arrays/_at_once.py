@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import math
+import re
 import sys
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -115,6 +117,16 @@ class Processor:
     few_rows: float = 0.0
     latency: float  # of a message to another worker
     launches: bool = True  # whether each turn of a loop is launched anew: few long turns are cheap
+    # whether one layer leaves most of it idle: layers at once, and gradients apart from cotangents, then cost little
+    wide: bool = True
+    # of layers whose serial propagation is unrolled where turns are not launched: most bytes, most kernels; and the time of
+    # their kernels then, relative to `kernel`
+    unroll_bytes: float = 2**13
+    unroll_kernels: float = 4
+    unrolled: float = 1.0
+    # over the states, that adding increments up and measuring their change take besides
+    sum_passes: float = 0.0
+    link: float = math.inf  # bytes a second to the next worker, if fewer than of the memory
     # most terms of a weight's gradient that is a sum of outer products: `with_few_terms`
     outer_terms: int = 0
     chain_flops: float = math.inf  # in the time of one turn of a loop
@@ -126,7 +138,7 @@ class Processor:
         if not layer.counted:
             return 1
         each = max(1, layer.operands + 2 * layer.working)  # working memory is written and read
-        if self.launches or steps * each <= _MOST_BYTES or layer.flops < layer.operands:
+        if self.wide or steps * each <= _MOST_BYTES or layer.flops < layer.operands:
             return max(steps, 1)
         return max(1, min(steps, _CHUNK_BYTES // each))
 
@@ -139,13 +151,14 @@ class Processor:
     def serial(self, layer: Footprint, steps: int) -> tuple[float, float]:
         """Seconds of serial propagation through ``steps`` layers: forward, and the further seconds of the gradient."""
         each = self.row_kernel if layer.one_row else self.kernel
-        started = each * layer.kernels if layer.flops >= _UNROLL_FLOPS or self.launches else 0.0
+        each *= self.unrolled if self.serial_unroll(layer) > 1 else 1.0
+        started = each * layer.kernels if layer.flops >= _UNROLL_FLOPS or self.wide else 0.0
         one = self.one(layer, steps=steps)
         return steps * (started + one), steps * (self.backward * started + 2 * one)
 
     def two_passes(self, layer: Footprint) -> bool:
         """Whether a relay forms gradients apart from cotangents; on a CPU not those of products of few rows or flops."""
-        return self.launches or (not layer.few and layer.flops >= _APART_FLOPS)
+        return self.wide or (not layer.few and layer.flops >= _APART_FLOPS)
 
     def batch(self, layer: Footprint, steps: int) -> float:
         """Seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
@@ -165,13 +178,13 @@ class Processor:
         if self.launches:
             return _SOME
         fused = layer.few or (layer.one_row and self.row_kernel < self.kernel)
-        small = layer.operands + layer.working <= _UNROLL_BYTES and layer.kernels <= _UNROLL_KERNELS
-        fits = layer.counted and not fused and small
+        fits = layer.operands + layer.working <= self.unroll_bytes
+        fits &= layer.counted and not fused and layer.kernels <= self.unroll_kernels
         return _SOME if fits and layer.flops >= _UNROLL_FLOPS else 1
 
     def multiplies(self, flops: float) -> bool:
         """Whether to solve a chain of linear maps by products of maps, of ``flops`` each if known, and not map after map."""
-        return self.launches or (isinstance(flops, int | float) and flops <= self.chain_flops)
+        return self.wide or (isinstance(flops, int | float) and flops <= self.chain_flops)
 
     def loop_unroll(self, count: int, body: Callable[..., PyTree], *arguments: PyTree) -> int:
         """Number of a loop's ``count`` turns to unroll; fewer where turns are large and take long to compile."""
@@ -196,11 +209,9 @@ _MOST = 2048  # operations of all turns that are unrolled
 # than a flop per byte of operands are not split, as copying operands would cost more.
 _MOST_BYTES = 36_000_000
 _CHUNK_BYTES = 2**23
-# On a CPU: most bytes and kernels of a layer for which serial propagation is unrolled, and least flops: the compiler makes one
-# kernel of a smaller loop. A layer with more kernels, such as a GRU's, is slower unrolled, and compiles four times as long.
-# With products of a few rows it is not unrolled: the sums of outer products would be too, and are then slower.
-_UNROLL_BYTES = 2**13
-_UNROLL_KERNELS = 4
+# Where turns are not launched: least flops of a layer for which serial propagation is unrolled, because the compiler of a CPU
+# makes one kernel of a smaller loop. A layer with more kernels, such as a GRU's, is slower unrolled there, and compiles four times
+# as long. With products of a few rows it is not unrolled: the sums of outer products would be too, and are then slower.
 _UNROLL_FLOPS = 256
 # On a CPU: least flops of a layer whose gradient a relay forms in a loop of its own, as measured over two ranks.
 _APART_FLOPS = 4096
@@ -217,6 +228,7 @@ CPU = Processor(
     few_rows=3e-8,
     latency=3e-5,
     launches=False,
+    wide=False,
     outer_terms=16,
     chain_flops=1e5,
 )
@@ -229,42 +241,116 @@ ACCELERATOR = Processor(
     launch=1.4e-6,
     latency=1e-5,
 )
-# From the vendors: dense TF32 products (bfloat16 on TPUs), and two thirds of the bandwidth of HBM, as measured on an H200.
-_SHEETS = {
+
+
+def _tpu(flops: float, bandwidth: float, vmem: float, link: float, clock: float) -> Processor:
+    """The numbers of a TPU from its data sheet; cycles were fitted to programs for a v5e (benchmarks/tpu_costs.py).
+
+    The compiler places what fits in VMEM. Of the memory's bandwidth, layers of some kilobytes reach a half.
+    """
+    return Processor(
+        flops=flops,
+        bandwidth=bandwidth / 2,
+        cache_bytes=vmem / 2,
+        cache_bandwidth=1.2 * bandwidth,
+        kernel=1090 / clock,
+        row_kernel=1090 / clock,
+        backward=1.5,
+        launch=2000 / clock,
+        latency=2e-6,
+        launches=False,
+        unroll_bytes=1e5,
+        unroll_kernels=3,
+        unrolled=0.6,
+        sum_passes=8,
+        link=link,
+    )
+
+
+# By kind: flops of products and bytes of the memory, both a second. Dense TF32 products of NVIDIA's and AMD's data sheets, and
+# two thirds of their bandwidth, as measured on an H200.
+_GPUS = {
     "B200": (1.1e15, 5.3e12),
+    "GB200": (1.1e15, 5.3e12),  # has the same chip
+    "GH200": (4.9e14, 2.7e12),  # an H100 with 4 TB/s
     "H200": (4.9e14, 3.2e12),
     "H100": (4.9e14, 2.2e12),
     "A100": (1.56e14, 1.3e12),
     "V100": (1.57e13, 6.0e11),
-    "TPU v4": (2.75e14, 8.0e11),
-    "TPU v5": (1.97e14, 5.4e11),
+    "L40S": (1.83e14, 5.8e11),
+    "L4": (6.0e13, 2.0e11),
+    "RTX 5090": (1.05e14, 1.2e12),
+    "RTX 4090": (8.3e13, 6.7e11),
+    "MI300X": (6.5e14, 3.5e12),
 }
-_KERNEL_STEPS = {"H200": 1.7e-7, "H100": 1.7e-7}  # measured on an H200
+# By kind, of what JAX calls a device (the chip; of a TPU7x one of its two cores): flops a second of bfloat16 and bytes a second
+# of the memory (docs.cloud.google.com/tpu/docs), bytes of VMEM (jax/_src/pallas/mosaic/tpu_info.py; of a v4 its CMEM), bytes a
+# second of a link to a neighbour, one way (jax-ml.github.io/scaling-book/tpus), and cycles a second (flops over those of a cycle
+# of its matrix units).
+_TPUS = {
+    "TPU v4": _tpu(2.75e14, 1.2e12, 1.34e8, 4.5e10, 1.05e9),
+    "TPU v5e": _tpu(1.97e14, 8.2e11, 1.34e8, 4.5e10, 1.5e9),
+    "TPU v5p": _tpu(4.59e14, 2.77e12, 1.34e8, 9e10, 1.75e9),
+    "TPU v6e": _tpu(9.18e14, 1.64e12, 1.34e8, 9e10, 1.75e9),
+    "TPU 7x": _tpu(1.153e15, 3.7e12, 6.7e7, 9e10, 2.2e9),
+}
+TPU = _TPUS["TPU v5e"]  # the slowest, for kinds that are unknown
+_KERNEL_STEPS = dict.fromkeys(("H200", "H100", "GH200"), 1.7e-7)  # measured on an H200
+_SHEETS = {
+    "cpu": CPU,
+    **_TPUS,
+    **{
+        name: dataclasses.replace(
+            ACCELERATOR, flops=flops, bandwidth=bandwidth, kernel_step=_KERNEL_STEPS.get(name)
+        )
+        for name, (flops, bandwidth) in _GPUS.items()
+    },
+}
+# as `jax.Device.device_kind` has them, where that is another name
+_ALSO = {"tpu v5 lite": "TPU v5e", "tpu v5": "TPU v5p", "tpu v6 lite": "TPU v6e", "tpu7x": "TPU 7x"}
 
 
-def processor(platform: str, kind: str = "") -> Processor:
-    """Return the numbers of a device by its platform, "cpu" or another, and ``jax.Device.device_kind``.
+def _known(kind: str) -> Processor | None:
+    """The numbers of a kind with a data sheet.
 
-    Measured on two cores (docs/internals.md) and on an H200 (docs/gpu.md); other kinds have flops and bytes of a data sheet.
+    The name of a GPU is looked for as whole words, because devices have longer ones: "NVIDIA A100-SXM4-40GB". A laptop's GPU and
+    a part of one (MIG) are other devices. A TPU has one name, of which the last word is enough.
     """
-    if platform == "cpu":
-        return CPU
-    name = next((name for name in _SHEETS if name.lower() in kind.lower()), None)
-    if name is None:
-        return ACCELERATOR
-    flops, bandwidth = _SHEETS[name]
-    return dataclasses.replace(
-        ACCELERATOR, flops=flops, bandwidth=bandwidth, kernel_step=_KERNEL_STEPS.get(name)
-    )
+    kind = _ALSO.get(kind.lower(), kind)
+    for name, found in _SHEETS.items():
+        words = name.replace("TPU ", "(TPU )?")
+        if name in _GPUS:
+            words = rf"(.*\b)?{name}\b(?!.*\b(mig|laptop)\b).*"
+        if re.fullmatch(words, kind, re.IGNORECASE):
+            return found
+    return None
+
+
+@functools.cache
+def processor(platform: str, kind: str = "") -> Processor:
+    """Return the numbers of a device by its platform, such as "cpu", and ``jax.Device.device_kind``.
+
+    Measured on two cores (docs/internals.md) and on an H200 (docs/gpu.md), for TPUs counted (benchmarks/tpu_costs.py); other
+    kinds have flops and bytes of a data sheet. An unknown kind has generic numbers, and says so once.
+    """
+    found = _known(kind or platform)
+    if found is None and kind:
+        warnings.warn(
+            f"lp_jax does not know what layers cost on a device of kind {kind!r}, and chooses solvers as for a generic one. If "
+            f"it is like one of {', '.join(_SHEETS)}, solve within lp_jax.planning.assume(name). lp_jax.calibrate measures it.",
+            stacklevel=2,
+        )
+    return found or (TPU if platform == "tpu" else ACCELERATOR)
 
 
 def named(device: str) -> Processor:
-    """The numbers of "cpu", or of a kind with a data sheet; other names are refused."""
-    if device != "cpu" and not any(name.lower() in device.lower() for name in _SHEETS):
+    """The numbers of a kind with a data sheet; other names are refused."""
+    found = _known(device)
+    if found is None:
         raise ValueError(
-            f'device must be "cpu" or a kind with one of {", ".join(_SHEETS)} in its name; got {device!r}.'
+            f"device must be one of {', '.join(_SHEETS)}, or what jax.Device.device_kind says of one; got {device!r}."
         )
-    return processor(device, device)
+    return found
 
 
 def in_chunks(

@@ -67,7 +67,7 @@ def prepare(
         adjoint_solver = adjoint_solver.resolve(layers, warm=True)
     exact = workers.size == 1 and solver.exact and adjoint_solver.exact
     contracts = (
-        workers.processor.launches and program.traced.recurrent and solver.keeps_states
+        workers.processor.wide and program.traced.recurrent and solver.keeps_states
     )  # see `Serial`
     scan = exact and adjoint_guess is None and not contracts and piping is None
     relay = ""
@@ -95,7 +95,7 @@ def default(
     workers, y, x = program.workers, arrays.y0, _tree.entry_like(arrays.slices)
     examples, in_place, numbers = 0, 0, sum(leaf.size for leaf in jax.tree.leaves(y))
     layer = program.chain(*arrays[:3]).step(0), y, x, arrays.shared
-    recurrent = workers.processor.launches and workers.size == 1 and shares_weights(*layer)
+    recurrent = workers.processor.wide and workers.size == 1 and shares_weights(*layer)
     if recurrent:
         examples, in_place = couplings(*layer)
     at = Layers(

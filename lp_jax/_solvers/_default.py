@@ -155,14 +155,16 @@ def _serial(at: Layers) -> tuple[float, float]:
 
 
 def _message(at: Layers) -> float:
-    return at.processor.latency + at.state / at.processor.bandwidth
+    p = at.processor
+    return p.latency + at.state / min(p.bandwidth, p.link)
 
 
 def _sweeps(at: Layers, rtol: float) -> tuple[float, Pair]:
     """Sweeps over all layers, as many as cost what serial propagation costs."""
     mine = math.ceil(at.layers / at.workers)
     messages = 0 if at.workers == 1 else 2 + (at.workers - 1).bit_length()
-    one = at.processor.batch(at.footprint, mine) + messages * _message(at)
+    summed = mine * at.processor.sum_passes * at.state / at.processor.bandwidth
+    one = at.processor.batch(at.footprint, mine) + summed + messages * _message(at)
     swept = sweeps_to(rtol)
     expected = [min(typical(s.rtol), at.layers) for s in swept]
     budget = int(min(sum(_serial(at)) / one, 1000)) - _LAST
@@ -200,7 +202,7 @@ def _newton(at: Layers, rtol: float) -> tuple[float, Pair]:
         at.recurrent
         and at.examples
         and at.numbers <= MOST_NUMBERS
-        and at.processor.launches
+        and at.processor.wide
         and at.workers == 1
     ):
         return math.inf, SERIAL

@@ -1,5 +1,6 @@
 """How many layers are evaluated at once: the same numbers for any, refusals, the rule, and where a platform's name decides."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -16,6 +17,7 @@ from networks import mesh
 from problems import dense_params, dense_state, dense_step
 
 import lp_jax
+from lp_jax import planning
 from lp_jax._arrays import _at_once, _products
 from lp_jax._arrays._at_once import ACCELERATOR, CPU, Footprint, chunk
 from lp_jax._arrays._outer import has_few, with_few_terms
@@ -247,5 +249,82 @@ def test_a_platforms_name_decides_where_that_was_measured_and_nowhere_else():
     measured = {"_arrays/_at_once.py", "nn/_convolution.py", "planning/_measure.py"}
     assert {str(path) for path in found if "cli" not in path.parts} == measured
     assert _at_once.processor("cpu") is CPU and _at_once.processor("rocm") is ACCELERATOR
-    with pytest.raises(ValueError, match=r"one of B200.*; got 'H10O'"):
-        _at_once.named("H10O")
+
+
+KINDS = {
+    "TPU v4": "TPU v4",
+    "TPU v5 lite": "TPU v5e",
+    "v5e": "TPU v5e",
+    "TPU v5": "TPU v5p",
+    "tpu V5P": "TPU v5p",
+    "TPU v6 lite": "TPU v6e",
+    "TPU7x": "TPU 7x",
+    "Tesla V100-SXM2-16GB": "V100",
+    "NVIDIA A100-SXM4-40GB": "A100",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "h200": "H200",
+    "NVIDIA GH200 480GB": "GH200",
+    "NVIDIA B200": "B200",
+    "NVIDIA GB200": "GB200",
+    "NVIDIA L4": "L4",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "NVIDIA GeForce RTX 5090": "RTX 5090",
+    "AMD Instinct MI300X": "MI300X",
+}
+UNKNOWN = (
+    *(
+        "H10O",
+        "TPU v9",
+        "TPU v5 lite pod",
+        "NVIDIA L40",
+        "NVIDIA H20",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+    ),
+    *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "gpu", ""),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_has_the_numbers_of_its_own_data_sheet(kind):
+    """Names of devices and those that users say; flops a second of their data sheets, of one core of a TPU7x."""
+    flops = dict(
+        zip(
+            ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU 7x"),
+            (275, 197, 459, 918, 1153),
+            strict=True,
+        )
+    )
+    flops |= {
+        "V100": 15.7,
+        "A100": 156,
+        "H100": 494,
+        "H200": 494,
+        "GH200": 494,
+        "B200": 1100,
+        "GB200": 1100,
+        "L4": 60,
+    }
+    flops |= {"L40S": 183, "RTX 4090": 82.6, "RTX 5090": 104.8, "MI300X": 653.7}
+    found = _at_once.named(kind)
+    assert found.flops == pytest.approx(1e12 * flops[KINDS[kind]], rel=0.02)
+    assert found is _at_once.processor("any", kind) is _at_once.named(KINDS[kind])
+    assert found.launches == ("TPU" not in KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_an_unknown_kind_is_refused_by_name_and_generic_at_hand(kind):
+    with (
+        pytest.raises(ValueError, match=r"device must be one of cpu, TPU v4, .*MI300X, or .*; got"),
+        planning.assume(kind),
+    ):
+        pass
+    platform = "tpu" if "TPU" in kind else "gpu"
+    generic = _at_once.TPU if platform == "tpu" else ACCELERATOR
+    with (
+        pytest.warns(UserWarning, match=f"{kind!r}.*planning.assume")
+        if kind
+        else contextlib.nullcontext()
+    ):
+        assert _at_once.processor(platform, kind) is generic
+    assert _at_once.processor(platform, kind) is generic  # it is said once
