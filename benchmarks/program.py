@@ -59,8 +59,8 @@ two fifths of their peak, as small ones reach no more."""
 
 _CYCLES = (
     "Cycles are the compiler's own estimates of each kernel, times the turns of its loops. What a message takes to arrive is not "
-    "in them. A loop of unknown length (marked +) counts as one turn; where a tolerance is met, no serial propagation follows. In a "
-    "relay one chip works at a time, so that its cycles are those of all chips in a row."
+    "in them. A loop of unknown length (marked +) counts as one turn; where a tolerance is met, no serial propagation follows. In "
+    "a relay one chip works at a time, so that its cycles are those of all chips in a row."
 )
 _MODEL = (
     "Time by a model: a kernel takes its launch (1.4 us within a CUDA graph, 2.5 us alone), and its bytes at {bandwidth:.3g} "
