@@ -10,6 +10,7 @@ On a machine that has the GPU, ``--run`` times every program as well, and takes 
 import argparse
 import dataclasses
 import functools
+import math
 import sys
 import tempfile
 import time
@@ -166,8 +167,10 @@ def lowered(network: Network, which: Way, mesh: Mesh, *, updates: bool) -> Any:
             lambda *given: network.loss()(*given)[0], mesh, in_axes=(None, 0, 0)
         )
 
+        number = math.gcd(which.number, len(network.x))
+
         def parts(x: jax.Array) -> jax.Array:
-            return x.reshape(which.number, -1, *x.shape[1:])
+            return x.reshape(number, -1, *x.shape[1:])
 
         def loss(weights: Any, *batch: jax.Array) -> Any:
             return piped(weights, *map(parts, batch)).mean(), None
