@@ -60,8 +60,9 @@ two fifths of their peak, as small ones reach no more."""
 
 _CYCLES = (
     "Cycles are the compiler's own estimates of each kernel, times the turns of its loops. What a message takes to arrive is not "
-    "in them. A loop of unknown length (marked +) counts as one turn; where a tolerance is met, no serial propagation follows. In "
-    "a relay one chip works at a time, so that its cycles are those of all chips in a row."
+    "in them. A loop of unknown length (marked +) counts as one turn; where a tolerance is met, no serial propagation follows. "
+    "In a relay one chip works at a time, so that its cycles are those of all chips in a row. Bytes are those of a chip's memory "
+    "and of what it keeps in its core."
 )
 _MODEL = (
     "Time by a model: a kernel takes its launch (1.4 us within a CUDA graph, 2.5 us alone), and its bytes at {bandwidth:.3g} "
@@ -296,8 +297,9 @@ def table(result: dict[str, Any]) -> str:
     what = "training step" if settings["updates"] else "loss and gradient"
     lines = []
     for row in result["rows"]:
+        name = settings["target"].upper() if target else f"chips of {settings['target']}"
         lines.append(
-            f"## {row['title']}, {what}, {settings['devices']} x {settings['target'].upper()}"
+            f"## {row['title']}, {what}, {settings['devices']} {'x ' * bool(target)}{name}"
         )
         baseline = next(
             (one for one in row["contenders"] if one["name"].endswith("lax.scan, unroll=8")), None
@@ -311,9 +313,10 @@ def table(result: dict[str, Any]) -> str:
             cell |= {
                 "loops: kernels x turns": _loops(one["loops"]),
                 "GB": report.number(one["bytes"] / 1e9, 3) + mark,
-                "GFLOP": report.number(one["flops"] / 1e9, 3) + mark,
             }
-            if not target:
+            if target:
+                cell |= {"GFLOP": report.number(one["flops"] / 1e9, 3) + mark}
+            else:
                 cell |= {
                     "messages": str(sum(one["collectives"].values())) + mark,
                     "MB in them": report.number(sum(one["message_bytes"].values()) / 1e6, 3) + mark,
