@@ -62,7 +62,7 @@ def topology(name: str, **axes: int) -> Mesh:
         except RuntimeError as error:
             if "lockfile" not in str(error):
                 raise ValueError(
-                    f"XLA cannot compile for {name!r} here: {error} Set JAX_PLATFORMS=cpu before Python starts, install "
+                    f"XLA cannot compile for {name!r} here ({error}). Set JAX_PLATFORMS=cpu before Python starts, install "
                     "'lp_jax[tpu-program]' or 'lp_jax[gpu-program]', and name devices like v5e:2x4 or "
                     f"{', '.join(f'{kind}:8' for kind in sorted(TARGETS))}."
                 ) from error
