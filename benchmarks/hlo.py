@@ -1,36 +1,25 @@
-"""Reads a program that XLA compiled for a GPU: what it launches, moves and multiplies, and how long that would take.
+"""Counts in a program that XLA compiled for an accelerator: what it launches, moves and multiplies, and how long that would take.
 
-From two texts: the optimised program (HLO), which says what each kernel reads, writes and computes, and how often its
-loop turns; and the launch list that XLA dumps, which says what is launched alone and what in CUDA graphs.
+From two texts: the optimised program, which says what each kernel reads, writes and computes, and how often its loop turns
+(`lp_jax.planning._hlo` reads it); and, for a GPU, the launch list that XLA dumps, which says what is launched by itself and
+what in CUDA graphs.
 
 Not counted: what stays in a cache between two kernels, kernels side by side, and what autotuning would choose. A buffer that a
 kernel is given twice is read once. Of a slice only the slice is read, of an update only the update is written.
 """
 
 import collections
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
+
+from lp_jax.planning._hlo import ARRAY, COLLECTIVES, Instruction, Text, sizes
 
 T = TypeVar("T")
+Computation = dict[str, Instruction]
+"""The instructions of a loop's body, a kernel, or the whole program, by name, in the order in which they run."""
 
-_BYTES = {
-    "f64": 8,
-    "s64": 8,
-    "u64": 8,
-    "c64": 8,
-    "f32": 4,
-    "s32": 4,
-    "u32": 4,
-    "f16": 2,
-    "bf16": 2,
-    "s16": 2,
-    "u16": 2,
-}
-_BYTES |= {"s8": 1, "u8": 1, "pred": 1, "c128": 16, "f8e4m3fn": 1, "f8e5m2": 1}
-_ARRAY = re.compile(rf"\b({'|'.join(_BYTES)})\[([\d,]*)\]")
 _FREE = {
     "parameter",
     "constant",
@@ -40,68 +29,41 @@ _FREE = {
     "after-all",
     "opt-barrier",
     "partition-id",
+    *("while", "call", "async-start", "conditional"),  # what they run is counted
 }
 _SLICES = {"slice", "dynamic-slice", "gather"}
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """A line of the program."""
-
-    name: str
-    type: str
-    operation: str
-    given: str  # what stands in its brackets
-    attributes: str
-    is_root: bool
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        return tuple(re.findall(r"%([\w.\-]+)", self.given))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the first array of its result."""
-        first = _ARRAY.search(self.type)
-        return _sizes(first[2]) if first else ()
-
-    @property
-    def arrays(self) -> str:
-        """Its result, without layouts."""
-        return re.sub(r"\{[^}]*\}", "", self.type)
-
-    @property
-    def source(self) -> str:
-        """The operation of JAX that it is from; empty if the program does not say."""
-        named = re.search(r'op_name="([^"]*)"', self.attributes)
-        return named[1] if named else ""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its result."""
-        return sum(
-            _BYTES[dtype] * math.prod(_sizes(sizes)) for dtype, sizes in _ARRAY.findall(self.type)
-        )
-
-    def attribute(self, name: str) -> str:
-        """What stands after ``name=`` within braces, or the name after its percent sign."""
-        match = re.search(rf"\b{name}=(?:\{{([\d,]*)\}}|%([\w.\-]+))", self.attributes)
-        return "" if match is None else match[1] if match[1] is not None else match[2]
+def operands(one: Instruction) -> tuple[str, ...]:
+    return tuple(re.findall(r"%([\w.\-]+)", one.rest[: _closing(one.rest)]))
 
 
-class Computation(dict[str, Instruction]):
-    """The instructions of a loop's body, a kernel, or the whole program, by name, in the order in which they run."""
+def shape(one: Instruction) -> tuple[int, ...]:
+    """Shape of the first array of its result."""
+    first = ARRAY.search(one.type)
+    return sizes(first[2]) if first else ()
 
-    @property
-    def root(self) -> Instruction:
-        return next(one for one in self.values() if one.is_root)
 
-    def source(self, name: str) -> str:
-        """The instruction whose buffer this is: what only renames is seen through."""
-        while self[name].operation in ("bitcast", "opt-barrier"):
-            name = self[name].operands[0]
-        return name
+def arrays(one: Instruction) -> str:
+    """Its result, without layouts."""
+    return re.sub(r"\{[^}]*\}", "", one.type)
+
+
+def source(one: Instruction) -> str:
+    """The operation of JAX that it is from; empty if the program does not say."""
+    named = re.search(r'op_name="([^"]*)"', one.rest)
+    return named[1] if named else ""
+
+
+def root(body: Computation) -> Instruction:
+    return next(one for one in body.values() if one.root)
+
+
+def buffer(body: Computation, name: str) -> str:
+    """The instruction whose buffer this is: what only renames is seen through."""
+    while body[name].operation in ("bitcast", "opt-barrier"):
+        name = operands(body[name])[0]
+    return name
 
 
 class Kernel(NamedTuple):
@@ -114,6 +76,7 @@ class Kernel(NamedTuple):
     nbytes: int
     flops: float
     products: tuple[tuple[int, ...], ...]  # batch, rows, columns, terms
+    cycles: int  # of a TPU, by its compiler; of one launch
 
     def seconds(self, target: "Target") -> float:
         """Of one launch within a graph."""
@@ -161,13 +124,23 @@ class Program:
     """
 
     def __init__(self, text: str, launch_list: str | None = None):
-        self.computations, entry = _parse(text)
+        read = Text(text)
+        self.computations = read.computations
         self.kernels: list[Kernel] = []
         self.loops: list[Loop] = []
-        self.overlaps: list[
-            tuple[str, int]
-        ] = []  # collectives, and the kernels between their start and their end
-        self._walk(entry, 1)
+        # collectives, and the kernels between their start and their end
+        self.overlaps: list[tuple[str, int]] = []
+        self.cycles = 0
+        for where, one, times in read.executed():
+            self.cycles += times * one.cycles
+            if one.operation == "while":
+                self.loops.append(Loop(one.attribute("body"), read.trips(one), times, 0))
+            elif one.operation not in _FREE and not one.operation.endswith(("-done", "-update")):
+                self.kernels.append(self._kernel(self.computations[where], one, where, times))
+        launched = collections.Counter(kernel.body for kernel in self.kernels)
+        self.loops = [loop._replace(kernels=launched[loop.body]) for loop in self.loops]
+        for where in dict.fromkeys([read.entry, *(kernel.body for kernel in self.kernels)]):
+            self._overlap(self.computations[where])
         self.launches = (
             None
             if launch_list is None
@@ -219,46 +192,32 @@ class Program:
         total = sum(kernel.times * kernel.seconds(target) for kernel in self.kernels)
         return total + alone * (target.launch - target.graph_launch)
 
-    def dearest(self, target: Target, count: int) -> Sequence[Kernel]:
-        """The kernels that take longest, by the model."""
-        return sorted(self.kernels, key=lambda one: one.times * one.seconds(target), reverse=True)[
-            :count
-        ]
+    def dearest(self, target: Target | None, count: int) -> Sequence[Kernel]:
+        """The kernels that take longest, by the model; without a target, by the compiler's cycles."""
 
-    def _walk(self, name: str, times: int) -> None:
-        body = self.computations[name]
-        for one in body.values():
-            if one.operation == "while":
-                known = re.search(r'known_trip_count":\{"n":"(\d+)"', one.attributes)
-                trips, inner = int(known[1]) if known else None, one.attribute("body")
-                number = len(self.loops)
-                self.loops.append(Loop(inner, trips, times, 0))
-                self._walk(inner, times * (1 if trips is None else trips))
-                launched = sum(kernel.body == inner for kernel in self.kernels)
-                self.loops[number] = self.loops[number]._replace(kernels=launched)
-            elif one.operation in ("call", "async-start"):
-                self._walk(one.attribute("to_apply") or one.attribute("calls"), times)
-            elif one.operation.endswith(("-done", "-update")):
-                continue
-            elif one.operation not in _FREE:
-                self.kernels.append(self._kernel(body, one, name, times))
+        def cost(one: Kernel) -> float:
+            return one.times * (one.seconds(target) if target else one.cycles)
+
+        return sorted(self.kernels, key=cost, reverse=True)[:count]
+
+    def _overlap(self, body: Computation) -> None:
         names = list(body)
         for one in body.values():
             if (
                 one.operation.endswith("-start")
                 and one.operation.removesuffix("-start") in COLLECTIVES
             ):
-                done = next((other for other in body.values() if one.name in other.operands), one)
+                done = next((other for other in body.values() if one.name in operands(other)), one)
                 between = names[names.index(one.name) + 1 : names.index(done.name)]
                 self.overlaps.append(
-                    (one.operation.removesuffix("-start"), sum(map(self._computes(body), between)))
+                    (
+                        one.operation.removesuffix("-start"),
+                        sum(body[name].operation == "fusion" for name in between),
+                    )
                 )
 
-    def _computes(self, body: Computation) -> Any:
-        return lambda name: body[name].operation == "fusion"
-
     def _kernel(self, body: Computation, one: Instruction, where: str, times: int) -> Kernel:
-        distinct = {body.source(operand) for operand in one.operands if operand in body}
+        distinct = {buffer(body, operand) for operand in operands(one) if operand in body}
         read = sum(body[operand].nbytes for operand in distinct)
         kind, nbytes, flops, products = (
             one.operation.removesuffix("-start"),
@@ -269,16 +228,16 @@ class Program:
         if one.operation == "fusion":
             inner = self.computations[one.attribute("calls")]
             kind, flops, products = _what(inner, one)
-            nbytes = _moved(inner, [body.source(operand) for operand in one.operands])
+            nbytes = _moved(inner, [buffer(body, operand) for operand in operands(one)])
         elif one.operation == "dot":
             products = (_product(body, one),)
             kind, flops = "product", _flops(products)
         elif one.operation == "custom-call":
-            target = re.search(r'custom_call_target="([^"]+)"', one.attributes)
+            target = re.search(r'custom_call_target="([^"]+)"', one.rest)
             kind = target[1] if target else kind
         if one.nbytes <= 16 and kind in ("elementwise", "reduction", "copy"):
             kind = "scalar"
-        return Kernel(one.name, kind, where, times, nbytes, flops, products)
+        return Kernel(one.name, kind, where, times, nbytes, flops, products, one.cycles)
 
 
 def _counted(items: Iterable[tuple[T, int]]) -> Mapping[T, int]:
@@ -291,34 +250,8 @@ def _counted(items: Iterable[tuple[T, int]]) -> Mapping[T, int]:
 
 def instructions(text: str) -> dict[str, Instruction]:
     """All instructions of a compiled program, by name."""
-    computations, _ = _parse(text)
+    computations = Text(text).computations
     return {name: one for body in computations.values() for name, one in body.items()}
-
-
-def _parse(text: str) -> tuple[dict[str, Computation], str]:
-    """The computations by name, and the name of the one that is the program."""
-    computations: dict[str, Computation] = {}
-    entry = current = ""
-    for line in text.splitlines():
-        head = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-        if head:
-            current = head[2]
-            computations[current] = Computation()
-            entry = current if head[1] else entry
-        elif line.startswith("}"):
-            current = ""
-        elif current:
-            match = re.match(
-                r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\w+\[[\d,]*\](?:\{[^}]*\})?) ([\w\-]+)\((.*)$",
-                re.sub(r"/\*index=\d+\*/", "", line),
-            )
-            if match:
-                root, name, kind, operation, rest = match.groups()
-                end = _closing(rest)
-                computations[current][name] = Instruction(
-                    name, kind, operation, rest[:end], rest[end:], bool(root)
-                )
-    return computations, entry
 
 
 def _closing(text: str) -> int:
@@ -331,16 +264,10 @@ def _closing(text: str) -> int:
     return len(text)
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split(",") if size)
-
-
 def _product(body: Computation, dot: Instruction) -> tuple[int, ...]:
     """Batch, rows, columns and terms of a product."""
-    left, right = (body[operand].shape for operand in dot.operands[:2])
-    batches, terms = (
-        _sizes(dot.attribute(f"lhs_{kind}_dims")) for kind in ("batch", "contracting")
-    )
+    left, right = (shape(body[operand]) for operand in operands(dot)[:2])
+    batches, terms = (sizes(dot.attribute(f"lhs_{kind}_dims")) for kind in ("batch", "contracting"))
     batch, summed = (math.prod(left[i] for i in axes) for axes in (batches, terms))
     rows, columns = math.prod(left) // (batch * summed), math.prod(right) // (batch * summed)
     return batch, rows, columns, summed
@@ -380,34 +307,34 @@ def _moved(inner: Computation, buffers: Sequence[str]) -> int:
     """
     asked: dict[str, float] = collections.defaultdict(float)  # numbers of each instruction's result
     written = 0
-    for one in _results(inner, inner.root):
+    for one in _results(inner, root(inner)):
         updates = one.operation == "dynamic-update-slice"
-        written += inner[one.operands[1]].nbytes if updates else one.nbytes
-        for name in one.operands[1:] if updates else [one.name]:
+        written += inner[operands(one)[1]].nbytes if updates else one.nbytes
+        for name in operands(one)[1:] if updates else [one.name]:
             asked[name] = math.inf
     read: dict[str, float] = collections.defaultdict(float)
     for one in reversed(inner.values()):
-        size = math.prod(one.shape)
+        size = math.prod(shape(one))
         wanted = min(asked[one.name], size)
         if one.operation == "parameter":
-            number = int(one.given)
+            number = int(one.rest.partition(")")[0])
             buffer = buffers[number] if number < len(buffers) else one.name
             read[buffer] = max(read[buffer], wanted * one.nbytes / max(size, 1))
-        for name in one.operands if wanted else ():
+        for name in operands(one) if wanted else ():
             if name in inner:
-                asked[name] += _asks(one, math.prod(inner[name].shape), wanted / size)
+                asked[name] += _asks(one, math.prod(shape(inner[name])), wanted / size)
     return round(sum(read.values())) + written
 
 
 def _results(inner: Computation, one: Instruction) -> list[Instruction]:
     if one.operation == "tuple":
-        return [result for operand in one.operands for result in _results(inner, inner[operand])]
-    return [inner[inner.source(one.name)]]
+        return [result for operand in operands(one) for result in _results(inner, inner[operand])]
+    return [inner[buffer(inner, one.name)]]
 
 
 def _asks(one: Instruction, size: int, part: float) -> float:
     """How many of an operand's numbers a part of an instruction's result needs."""
-    return part * (math.prod(one.shape) if one.operation in _SLICES else size)
+    return part * (math.prod(shape(one)) if one.operation in _SLICES else size)
 
 
 _NO_LAUNCH = {

@@ -17,7 +17,7 @@ import jax
 
 from benchmarks import report, single
 from benchmarks.command import Progress, add_numbers, add_only, bare_parser, network_row, wanted
-from benchmarks.hlo import instructions
+from benchmarks.hlo import arrays, instructions, source
 from benchmarks.manifest import cores, limit_jax_threads
 from benchmarks.networks import NETWORKS
 from benchmarks.training import trainer
@@ -107,11 +107,11 @@ def table(operations: Sequence[Cost], program: str, most: int) -> str:
     total = sum(cost.seconds for cost in operations)
     cells = [["operation", "ms", "share", "times", "makes", "from"]]
     for cost in operations[:most]:
-        makes, source = (
-            (known[cost.name].arrays, known[cost.name].source) if cost.name in known else ("", "")
+        makes, origin = (
+            (arrays(known[cost.name]), source(known[cost.name])) if cost.name in known else ("", "")
         )
         numbers = f"{1e3 * cost.seconds:.3g}", f"{cost.seconds / total:.0%}", f"{cost.times:,.0f}"
-        cells.append([cost.name, *numbers, makes[:60], _shorter(source)])
+        cells.append([cost.name, *numbers, makes[:60], _shorter(origin)])
     rest = total - sum(cost.seconds for cost in operations[:most])
     cells.append(
         [

@@ -1,26 +1,28 @@
-"""Programs compiled for a GPU that need not be there: kernels, bytes, products, messages.
+"""Programs compiled for GPUs and TPUs that need not be there: kernels, bytes, products, messages, memory.
 
-XLA compiles for a named device without it. Kernels, bytes, products, loops, CUDA graphs and messages are read off the
-compiled program (benchmarks/hlo.py), beside those of the same network by ``lax.scan``, as it is and with eight layers to a turn,
-which is how a scan is fast on a GPU. Times are by a model, stated below the table; nothing is run, and nothing autotuned.
+XLA compiles for a named device without it. Kernels, bytes, products, loops, CUDA graphs and messages are read off the compiled
+program (benchmarks/hlo.py), next to those of the same network by ``lax.scan``, as it is and with eight layers to a turn, which
+is how a scan is fast on a GPU. Times on a GPU are by a model, stated below the table; nothing is run, and nothing autotuned.
+For a TPU the compiler says how many cycles it expects each kernel to take.
 On a machine that has the GPU, ``--run`` times every program as well, and takes the error of its gradient.
 """
 
 import argparse
 import dataclasses
 import functools
+import math
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import lp_jax
@@ -33,6 +35,7 @@ from benchmarks.command import (
     common_parser,
     network_row,
     new_result,
+    positive,
     results_folder,
     wanted,
 )
@@ -43,9 +46,10 @@ from benchmarks.networks import NETWORKS, RECURRENT, Network, Pair
 from benchmarks.single import TO_A_TOLERANCE, pairs
 from benchmarks.training import LEARNING_RATE, MOMENTUM
 from lp_jax import planning
+from lp_jax._arrays._at_once import processor
 from lp_jax._solvers._default import SWEEPS
+from lp_jax.planning._compiled import lower, read_program
 
-_SPECS = Path(__file__).parent / "targets"
 TARGETS = {
     "h200": Target(3.2e12, 200e12),
     "h100": Target(2.2e12, 200e12),
@@ -54,6 +58,12 @@ TARGETS = {
 """Bandwidth as it was measured on an H200, two thirds of the data sheet's, and as much of the others'; products of TF32 at some
 two fifths of their peak, as small ones reach no more."""
 
+_CYCLES = (
+    "Cycles are the compiler's own estimates of each kernel, times the turns of its loops. What a message takes to arrive is not "
+    "in them. A loop of unknown length (marked +) counts as one turn; where a tolerance is met, no serial propagation follows. "
+    "In a relay one chip works at a time, so that its cycles are those of all chips in a row. Bytes are those of a chip's memory "
+    "and of what it keeps in its core."
+)
 _MODEL = (
     "Time by a model: a kernel takes its launch (1.4 us within a CUDA graph, 2.5 us alone), and its bytes at {bandwidth:.3g} "
     "TB/s, and its products at {flops:.3g} TFLOP/s, one after another. A loop of unknown length (marked +) counts as one turn; "
@@ -70,8 +80,17 @@ TYPICAL = {
 WRITTEN_OUT = 64  # layers at most whose loop is written out whole, as a loop in Python is
 
 
-def contenders(network: str, layers: int) -> dict[str, Pair | int]:
-    """What is compiled: a scan of so many layers to a turn, or a pair of solvers."""
+class Microbatches(NamedTuple):
+    """A pipeline."""
+
+    number: int
+
+
+Way = Pair | int | Microbatches
+
+
+def contenders(network: str, layers: int, devices: int = 1) -> dict[str, Way]:
+    """What is compiled: a scan of so many layers to a turn, a pair of solvers, or a pipeline over several devices."""
     two: dict[str, Any] = {"coarsening": 16, "coarse_step": lp_jax.Picard(sweeps=1)}
     more = {
         "Picard, 8 sweeps": lp_jax.Picard(sweeps=8),
@@ -90,17 +109,31 @@ def contenders(network: str, layers: int) -> dict[str, Pair | int]:
     loops = {"lax.scan": 1, "lax.scan, unroll=8": 8}
     if network == "mlp" and layers <= WRITTEN_OUT:
         loops["every layer written out"] = layers
+    over_devices: dict[str, Way] = {}
+    if devices > 1 and network not in RECURRENT:
+        whole = lp_jax.MGRIT(
+            coarsening=-(-layers // devices), coarse_step=lp_jax.Identity(), storage="all"
+        )
+        over_devices = {
+            DEFAULT: (None, None),
+            f"pipeline, {devices} microbatches": Microbatches(devices),
+            "identity, one interval each, 2/1": tuple(
+                dataclasses.replace(whole, iterations=n) for n in (2, 1)
+            ),
+            "Picard, 3/2": (lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2)),
+        }
     return {
         **loops,
+        **over_devices,
         **{name: (solver, solver.for_adjoint()) for name, solver in more.items()},
         **pairs(network, layers),
         **({} if network in ("paragru", "paralstm") else {TO_A_TOLERANCE: _met(*SWEEPS)}),
     }
 
 
-def _of_default(network: Network, target: str) -> tuple[Pair, str]:
+def _of_default(network: Network, device: Any) -> tuple[Pair, str]:
     """The default's solvers, with as many iterations as networks near an ODE take, and their name with the predicted time."""
-    with planning.assume(target):
+    with planning.assume(processor(device.platform, device.device_kind)):
         taken = planning.default(
             lp_jax.Problem(
                 **network.problem(network.weights, network.x, (lp_jax.Serial(), lp_jax.Serial()))
@@ -123,13 +156,26 @@ def _met(solver: lp_jax.Picard, adjoint_solver: lp_jax.Picard) -> Pair:
     )
 
 
-def lowered(network: Network, which: Pair | int, devices: Sequence[Any], *, updates: bool) -> Any:
-    """Loss and gradient, or a training step, lowered for the devices; layers are spread over several of them."""
-    mesh = Mesh(np.array(devices), ("layers",), axis_types=(AxisType.Auto,))
-    comm = lp_jax.MeshComm(mesh) if len(devices) > 1 else None
+def lowered(network: Network, which: Way, mesh: Mesh, *, updates: bool) -> Any:
+    """Loss and gradient, or a training step, lowered for the devices. Layers are spread over several; a scan is on the first."""
     if isinstance(which, int):
+        mesh = Mesh(mesh.devices.flatten()[:1], ("layers",), axis_types=(AxisType.Auto,))
         network = dataclasses.replace(network, scan=functools.partial(network.scan, unroll=which))
-    loss = network.loss(None if isinstance(which, int) else which, comm)
+    solvers = None if isinstance(which, int | Microbatches) else which
+    loss = network.loss(solvers, lp_jax.MeshComm(mesh) if mesh.size > 1 else None)
+    if isinstance(which, Microbatches):
+        piped = lp_jax.pipeline(
+            lambda *given: network.loss()(*given)[0], mesh, in_axes=(None, 0, 0)
+        )
+
+        number = math.gcd(which.number, len(network.x))
+
+        def parts(x: jax.Array) -> jax.Array:
+            return x.reshape(number, -1, *x.shape[1:])
+
+        def loss(weights: Any, *batch: jax.Array) -> Any:
+            return piped(weights, *map(parts, batch)).mean(), None
+
     gradient = jax.value_and_grad(lambda *given: loss(*given)[0])
 
     def step(weights: Any, momentum: Any, *batch: Any) -> Any:
@@ -137,42 +183,42 @@ def lowered(network: Network, which: Pair | int, devices: Sequence[Any], *, upda
         momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, slope)
         return value, jax.tree.map(lambda p, m: p - LEARNING_RATE * m, weights, momentum), momentum
 
-    everywhere, spread = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("layers",)))
-    by_layer = network.name not in RECURRENT
+    spread = PartitionSpec("layers") if network.name not in RECURRENT else PartitionSpec()
 
-    def shape(place: NamedSharding) -> Callable[[Any], jax.ShapeDtypeStruct]:
-        return lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    def shape(x: Any, spec: PartitionSpec = spread) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    weights = jax.tree.map(shape(everywhere), network.weights)
-    weights = weights._replace(
-        layers=jax.tree.map(shape(spread if by_layer else everywhere), network.weights.layers)
-    )
-    batch = jax.tree.map(shape(everywhere), (network.x, network.target))
-    with jax.default_device("gpu"):  # the library writes programs for it, though it is not here
-        traced = (
-            jax.jit(step).trace(weights, weights, *batch)
-            if updates
-            else jax.jit(gradient).trace(weights, *batch)
-        )
-    return traced.lower()
+    weights = network.weights._replace(layers=jax.tree.map(shape, network.weights.layers))
+    given = (weights, weights) if updates else (weights,)
+    return lower(step if updates else gradient, (*given, network.x, network.target), mesh)
 
 
-def compiled(program: Any, options: Mapping[str, Any]) -> tuple[Any, Program, dict[str, Any]]:
-    """Compile a program: returns it, its text as read, and its memory and compile time."""
+def compiled(
+    program: Any, mesh: Mesh, options: Mapping[str, Any]
+) -> tuple[Any, Program, dict[str, Any]]:
+    """Compile a program: returns it, its text as read, and its memory, messages and compile time."""
     with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        on_gpu = mesh.devices.flat[0].platform != "tpu"
         start = time.perf_counter()
-        executable = program.compile(
-            compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options}
-        )
+        executable = program.compile(compiler_options={**(dump if on_gpu else {}), **options})
         seconds = time.perf_counter() - start
-        text, launches = (
-            _dumped(Path(folder), name) for name in ("_after_optimizations.txt", "thunk_sequence")
+        texts = (
+            [_dumped(Path(folder), name) for name in ("_after_optimizations.txt", "thunk_sequence")]
+            if on_gpu
+            else [executable.as_text()]
         )
-    temporary = executable.memory_analysis().temp_size_in_bytes
+    costs = read_program(executable, mesh, seconds)
     return (
         executable,
-        Program(text, launches),
-        {"compile_seconds": seconds, "temporary_bytes": temporary},
+        Program(*texts),
+        {
+            "compile_seconds": seconds,
+            "temporary_bytes": costs.memory["temporaries"],
+            "argument_bytes": costs.memory["arguments"],
+            "output_bytes": costs.memory["outputs"],
+            "message_bytes": {kind: size for kind, (_, size) in costs.messages.items()},
+        },
     )
 
 
@@ -220,7 +266,7 @@ IN_A_ROW = 8
 EXACT = "lax.scan, all of float32"
 
 
-def facts(program: Program, target: Target) -> dict[str, Any]:
+def facts(program: Program, target: Target | None) -> dict[str, Any]:
     """What is kept of a program."""
     launches = program.launches
     return {
@@ -237,62 +283,82 @@ def facts(program: Program, target: Target) -> dict[str, Any]:
         "scatters": program.scatters(),
         "collectives": program.collectives(),
         "overlaps": program.overlaps,
-        "model_seconds": program.seconds(target),
+        "cycles": program.cycles,
+        "model_seconds": program.seconds(target) if target else None,
         "dearest": [kernel._asdict() for kernel in program.dearest(target, 5)],
     }
 
 
 def table(result: dict[str, Any]) -> str:
-    """A table for every row: launches, bytes, products, memory and the model's time."""
+    """A table for every row: launches, bytes, products, memory, and the model's time or the compiler's cycles."""
     settings = result["settings"]
-    target = TARGETS[settings["target"]]
+    target = TARGETS.get(settings["target"])
+    kind = "model_seconds" if target else "cycles"
     what = "training step" if settings["updates"] else "loss and gradient"
     lines = []
-    head = [
-        "",
-        "kernels",
-        "alone",
-        "graphs",
-        "loops: kernels x turns",
-        "GB",
-        "GFLOP",
-        "temp MB",
-        "trace s",
-        "compile s",
-    ]
-    head += ["ms, model", "of unroll=8"]
-    head += ["ms, measured", "IQR", "of unroll=8", "error"] if settings["run"] else []
     for row in result["rows"]:
+        name = settings["target"].upper() if target else f"chips of {settings['target']}"
         lines.append(
-            f"## {row['title']}, {what}, {settings['devices']} x {settings['target'].upper()}"
+            f"## {row['title']}, {what}, {settings['devices']} {'x ' * bool(target)}{name}"
         )
         baseline = next(
-            (one for one in row["contenders"] if one["name"] == "lax.scan, unroll=8"), None
+            (one for one in row["contenders"] if one["name"].endswith("lax.scan, unroll=8")), None
         )
-        best = baseline and baseline["model_seconds"]
-        cells = [head]
+        cells: list[dict[str, str]] = []
         for one in row["contenders"]:
-            loops = (
-                ", ".join(f"{loop['kernels']} x {loop['trips'] or '?'}" for loop in one["loops"])
-                or "none"
-            )
             mark = "+" if one["unknown"] else ""
-            ratio = report.number(one["model_seconds"] / best, 2) + mark if best else "–"
-            cells.append([
-                one["name"], str(one["kernels"]) + mark, str(one["alone"]) + mark, str(one["graphs"]) + mark, loops,
-                report.number(one["bytes"] / 1e9, 3) + mark, report.number(one["flops"] / 1e9, 3) + mark,
-                report.number(one["temporary_bytes"] / 1e6, 3),
-                report.number(one["trace_seconds"], 2), report.number(one["compile_seconds"], 2),
-                report.number(1e3 * one["model_seconds"], 3) + mark, ratio, *_measured(one, baseline),
-            ])  # fmt: skip
-        lines.append(report.pipes(cells))
+            cell = {"": one["name"], "kernels": str(one["kernels"]) + mark}
+            if target:
+                cell |= {"alone": str(one["alone"]) + mark, "graphs": str(one["graphs"]) + mark}
+            cell |= {
+                "loops: kernels x turns": _loops(one["loops"]),
+                "GB": report.number(one["bytes"] / 1e9, 3) + mark,
+            }
+            if target:
+                cell |= {"GFLOP": report.number(one["flops"] / 1e9, 3) + mark}
+            else:
+                cell |= {
+                    "messages": str(sum(one["collectives"].values())) + mark,
+                    "MB in them": report.number(sum(one["message_bytes"].values()) / 1e6, 3) + mark,
+                    "arguments MB": report.number(one["argument_bytes"] / 1e6, 3),
+                }
+            cell |= {
+                "temp MB": report.number(one["temporary_bytes"] / 1e6, 3),
+                "trace s": report.number(one["trace_seconds"], 2),
+                "compile s": report.number(one["compile_seconds"], 2),
+                "ms, model" if target else "million cycles": report.number(
+                    one[kind] * (1e3 if target else 1e-6), 3
+                )
+                + mark,
+                "of unroll=8": report.number(one[kind] / baseline[kind], 2) + mark
+                if baseline
+                else "–",
+            }
+            cells.append(cell)
+        measured = [_measured(one, baseline) for one in row["contenders"]]
+        head = [*cells[0], *(_MEASURED if settings["run"] else [])]
+        rest = [[*cell.values(), *more] for cell, more in zip(cells, measured, strict=True)]
+        lines.append(report.pipes([head, *rest]))
         lines += [
             f"Messages of {one['name']}: {_messages(one)}."
             for one in row["contenders"]
             if one["collectives"]
         ]
-    model = _MODEL.format(bandwidth=target.bandwidth / 1e12, flops=target.flops / 1e12)
+    model = (
+        _MODEL.format(bandwidth=target.bandwidth / 1e12, flops=target.flops / 1e12)
+        if target
+        else _CYCLES
+    )
     return report.page(result, *lines, model)
+
+
+_MEASURED = ["ms, measured", "IQR", "of unroll=8", "error"]
+
+
+def _loops(loops: Sequence[dict[str, Any]]) -> str:
+    """Loops that are alike, and how many of them."""
+    alike = Counter(f"{loop['kernels']} x {loop['trips'] or '?'}" for loop in loops)
+    return ", ".join(one if n == 1 else f"{n} of {one}" for one, n in alike.items()) or "none"
 
 
 def _measured(one: dict[str, Any], baseline: dict[str, Any] | None) -> list[str]:
@@ -321,8 +387,13 @@ def _parser() -> argparse.ArgumentParser:
     about = f"Sizes, without a space (default: {ROWS})."
     add("--rows", nargs="+", type=network_row(NETWORKS), metavar=row, help=about)
     add_only(parser, "Compile only the scans and contenders with one of these in their names.")
-    add("--target", choices=TARGETS, default="h200", help="Device to compile for (default: h200).")
-    add_numbers(parser, ("--devices", 1, "Number of devices that hold the layers (default: 1)."))
+    add("--target", default="h200", help=_TARGET)
+    add(
+        "--devices",
+        type=positive,
+        metavar="N",
+        help="How many of the target's devices hold the layers (default: all).",
+    )
     add(
         "--updates",
         action="store_true",
@@ -339,10 +410,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_TARGET = (
+    f"Devices to compile for: {', '.join(TARGETS)}, or several, as h200:4; or a TPU's kind and shape, as v5e:2x4 or v4:2x2x1 "
+    "(default: h200)."
+)
 _EXAMPLES = [
     ("", "all rows for an H200"),
     ("--rows dense,64,1024,64 --only Picard", "a few programs"),
-    ("--devices 4 --target h100", "layers over four devices"),
+    ("--target h100:4", "layers over four GPUs"),
+    ("--target v5e:2x4", "layers over eight chips of a TPU"),
+    ("--target v5e:2x4 --devices 1", "one of these chips"),
 ]
 
 
@@ -356,48 +433,53 @@ def _options(given: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _absent(target: str, count: int) -> Any:
+def _absent(target: str, devices: int | None) -> Mesh:
     """Devices that need not be here."""
-    jax.config.update("jax_platforms", "cpu")  # else the plugin asks for a driver
-    spec = (_SPECS / f"{target}.txtpb").read_text()
-    shape = f"1x1x{count}"
-    return topologies.get_topology_desc("", "cuda", target_config=spec, topology=shape).devices
+    jax.config.update("jax_platforms", "cpu")  # else the process looks for them
+    return planning.topology(target, **({} if devices is None else {"layers": devices}))
 
 
-def _wanted(row: Row, options: argparse.Namespace) -> dict[str, Pair | int]:
-    """The contenders of a row that were asked for."""
+def _wanted(row: Row, devices: int, options: argparse.Namespace) -> dict[str, Way]:
+    """The contenders of a row that were asked for. Scans are on one device."""
     name, _, layers, _ = row
+    one = "one device, " if devices > 1 else ""
     return {
-        title: which
-        for title, which in contenders(name, layers).items()
-        if (options.devices == 1 if isinstance(which, int) else wanted(title, options))
+        one * isinstance(which, int) + title: which
+        for title, which in contenders(name, layers, devices).items()
+        if isinstance(which, int) or wanted(title, options)
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.run and (options.devices > 1 or options.updates):
+    kind, _, shape = options.target.lower().partition(":")
+    if options.run and (shape or options.devices or options.updates):
         parser.error(
-            "--run times loss and gradient on one device. Leave --devices and --updates out."
+            "--run times loss and gradient on one GPU. Leave --devices, --updates and the number in --target out."
         )
-    several = f"x{options.devices}" if options.devices > 1 else ""
-    folder = results_folder(parser, options, options.target + several)
     try:
-        devices = jax.devices() if options.run else _absent(options.target, options.devices)
-    except Exception as error:  # of the runtime, which has no class of its own
-        what = "There is no GPU here" if options.run else "XLA cannot compile for a GPU here"
-        remedy = "leave --run out" if options.run else "pip install -e '.[gpu-program]'"
-        parser.error(f"{what} ({error}); {remedy}.")
+        if options.run:
+            mesh = Mesh(np.array(jax.devices("gpu")[:1]), ("layers",), axis_types=(AxisType.Auto,))
+        else:
+            mesh = _absent(options.target, options.devices)
+    except RuntimeError as error:
+        parser.error(f"There is no GPU here ({error}); leave --run out.")
+    except ValueError as error:
+        parser.error(str(error))
+    several = f"x{mesh.size}" if mesh.size > 1 else ""
+    folder = results_folder(parser, options, kind + several if kind in TARGETS else "tpu")
     rows = options.rows or map(network_row(NETWORKS), (QUICK if options.quick else ROWS).split())
-    target, progress = TARGETS[options.target], Progress()
-    settings = {
-        name: getattr(options, name) for name in ("target", "devices", "updates", "run", "xla")
-    }
+    target, progress = TARGETS.get(kind), Progress()
+    settings = {name: getattr(options, name) for name in ("updates", "run", "xla")}
+    settings = {"target": kind if target else options.target, "devices": mesh.size, **settings}
+    of = "a GPU" if target else "a TPU"
     result = new_result(
-        "program", f"Programs {'on' if options.run else 'for'} a GPU", arguments, settings
+        "program", f"Programs {'on' if options.run else 'for'} {of}", arguments, settings
     )
     result["suite"] += "_run" * options.run
+    if not target:
+        result["suite"] += f"_{kind}" + several
     with ThreadPoolExecutor(cores() if options.run else 1) as pool:
 
         def begin(
@@ -413,22 +495,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 {},
                 {},
             )
-            several = _wanted(row, options)
-            if options.devices == 1 and wanted(DEFAULT, options):
-                which, about = _of_default(network, options.target)
-                several[f"{DEFAULT}: {about}"] = which
-            for each, which in several.items():
+            ways = _wanted(row, mesh.size, options)
+            if mesh.size == 1 and wanted(DEFAULT, options):
+                which, about = _of_default(network, mesh.devices.flat[0])
+                ways[f"{DEFAULT}: {about}"] = which
+            for each, which in ways.items():
                 progress(f"{title}: tracing {each}")
                 start = time.perf_counter()
-                program = lowered(
-                    network, which, devices[: options.devices], updates=options.updates
-                )
+                program = lowered(network, which, mesh, updates=options.updates)
                 facts_of[each] = {"name": each, "trace_seconds": time.perf_counter() - start}
-                programs[each] = pool.submit(compiled, program, _options(options.xla))
+                programs[each] = pool.submit(compiled, program, mesh, _options(options.xla))
             if options.run:
                 with jax.default_matmul_precision("highest"):
-                    program = lowered(network, 8, devices[:1], updates=False)
-                programs[EXACT] = pool.submit(compiled, program, {})
+                    program = lowered(network, 8, mesh, updates=False)
+                programs[EXACT] = pool.submit(compiled, program, mesh, {})
             return title, network, facts_of, programs
 
         begun = map(begin, rows)
