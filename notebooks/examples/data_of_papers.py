@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import gzip
 import io
+import os
 import re
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def check(true, said):
 
 def content(folder, name):
     """Return the path and the bytes of a file, or of one with ``.gz`` behind its name."""
-    path = next((p for p in (Path(folder, name), Path(folder, f"{name}.gz")) if p.exists()), None)
+    path = next((p for p in (Path(folder, name), Path(folder, f"{name}.gz")) if p.is_file()), None)
     check(path is not None, f"{folder} has no file {name} or {name}.gz")
     with reading(path), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         most = max(2**28, 100 * path.stat().st_size)
@@ -79,44 +80,40 @@ def series(folder, name):
     Each channel is scaled to mean 0 and deviation 1 over the training series.
     """
 
-    def read(
-        split,
-    ):  # a header; a series a line: its channels and its class, with colons between them
+    def read(split):
         path, raw = content(folder, f"{name}_{split}.ts")
         with reading(path):
-            _, *body = re.split(r"(?mi)^@data\s*$", raw.decode())
-            rows = [line for line in "".join(body).splitlines() if line.strip() and line[0] != "#"]
-            rows = [line.split(":") for line in rows]
+            header, *body = re.split(r"(?mi)^@data\s*$", raw.decode())
+            names = re.findall(r"(?mi)^@classlabel\s+true\s+(.*)", header)
+            check(names, "no classes in the header")
+            # a series is a line: its channels and its class, with colons between them
+            lines = [line for line in "".join(body).splitlines() if line and line[0] != "#"]
+            rows = [line.split(":") for line in lines]
             check(rows, "no series after @data")
             x = [np.array([c.split(",") for c in channels], float).T for *channels, _ in rows]
             check(all(np.isfinite(each).all() for each in x), "values are missing")
-            check(
-                len({each.shape[1:] for each in x}) == 1, "series with unlike numbers of channels"
-            )
-            return x, [label.strip() for *_, label in rows]
+            check(len({each.shape[1:] for each in x}) == 1, "unlike numbers of channels")
+            labels = [label.strip() for *_, label in rows]
+            unknown = set(labels) - set(names[0].split())
+            check(not unknown, f"classes that the header lacks: {unknown}")
+            return x, labels, names[0].split()
 
     train, test = read("TRAIN"), read("TEST")
-    names = sorted(set(train[1]))
+    check(train[2] == test[2], f"{name}: other classes in the test series")
     every = np.concatenate(train[0])
     check(test[0][0].shape[1] == every.shape[1], f"{name}: other channels in the test series")
     mean, deviation = every.mean(0), np.where(every.std(0) > 0, every.std(0), 1)
+    longest = max(map(len, train[0] + test[0]))
 
-    def arrays(x, labels):
-        check(
-            set(labels) <= set(names),
-            f"classes without training series: {set(labels) - set(names)}",
-        )
-        lengths = np.array([len(each) for each in x], np.int32)
+    def arrays(x, labels, names):
         padded = np.zeros((len(x), longest, len(mean)), np.float32)
         for row, each in zip(padded, x, strict=True):
             row[: len(each)] = (each - mean) / deviation
+        lengths = np.array([len(each) for each in x], np.int32)
         return (padded, lengths), np.array([names.index(label) for label in labels], np.int32)
 
-    longest = max(map(len, train[0] + test[0]))
-    shape = longest, len(mean)
-    return Dataset(
-        *arrays(*train), *arrays(*test), classes=len(names), shape=shape, names=tuple(names)
-    )
+    names, shape = tuple(train[2]), (longest, len(mean))
+    return Dataset(*arrays(*train), *arrays(*test), classes=len(names), shape=shape, names=names)
 
 
 def treebank(folder):
@@ -131,10 +128,9 @@ def treebank(folder):
         check(len(names) == 1, f"{folder} has {len(names)} files *-{split}.conllu")
         path, raw = content(folder, *names)
         with reading(path):
-            tokens = [
-                [t for t in s if isinstance(t["id"], int)] for s in conllu.parse(raw.decode())
-            ]
-            return [[(t["form"].lower(), t["upos"]) for t in sentence] for sentence in tokens]
+            parsed = conllu.parse(raw.decode())
+            words = [[t for t in sentence if isinstance(t["id"], int)] for sentence in parsed]
+            return [[(t["form"].lower(), t["upos"]) for t in sentence] for sentence in words]
 
     train, test = read("train"), read("test")
     counts = Counter(word for sentence in train for word, _ in sentence)
@@ -161,10 +157,11 @@ def shapes(folder, size=32):
     def voxels(path):
         with reading(path):
             mesh = trimesh.load_mesh(path, file_type="off", process=False)
-            words = (
-                path.read_text().replace("OFF", "", 1).split()
-            )  # trimesh skips faces that are not whole
-            check(0 < int(words[1]) <= len(mesh.faces), f"{len(mesh.faces)} faces of {words[1]}")
+            lines = re.sub("#.*", "", path.read_text()).replace("OFF", "", 1).splitlines()
+            (corners, faces, *_), *rows = (line.split() for line in lines if line.strip())
+            rows = rows[int(corners) :][: int(faces)]
+            whole = sum(len(row) > int(row[0]) > 2 for row in rows)  # trimesh skips others
+            check(0 < whole == int(faces), f"{whole} whole faces of {faces}")
             check(np.abs(mesh.vertices).max() < 1e100, "corners that are no numbers")
             check(mesh.extents.max() > 1e-100, "a single point")
             mesh.apply_translation(-mesh.bounds.mean(axis=0))
@@ -234,16 +231,12 @@ def indian_pines(folder):
     https://www.ehu.eus/ccwintco/index.php/Hyperspectral_Remote_Sensing_Scenes. Every fifth pixel of a class is held out."""
     image = matlab(Path(folder, "Indian_pines_corrected.mat"), "indian_pines_corrected", axes=3)
     truth = matlab(Path(folder, "Indian_pines_gt.mat"), "indian_pines_gt", axes=2)
-    check(
-        truth.shape == image.shape[:2], f"the truth has {truth.shape} pixels of {image.shape[:2]}"
-    )
+    check(truth.shape == image.shape[:2], f"classes of {truth.shape} pixels, not {image.shape[:2]}")
     check(0 == truth.min() <= truth.max() <= 16, f"classes {truth.min()} to {truth.max()}")
     order = np.random.default_rng(0).permutation(np.flatnonzero(truth))
     order = order[np.argsort(truth.ravel()[order], kind="stable")]
-    x, y = (
-        image.reshape(truth.size, -1)[order].astype(float),
-        truth.ravel()[order].astype(np.int32) - 1,
-    )
+    x = image.reshape(truth.size, -1)[order].astype(float)
+    y = truth.ravel()[order].astype(np.int32) - 1
     held = np.arange(len(y)) % 5 == 0
     x = ((x - x[~held].mean(0)) / x[~held].std(0)).astype(np.float32)
     return Dataset(x[~held], y[~held], x[held], y[held], classes=16, shape=x.shape[1:])
@@ -254,15 +247,14 @@ def matlab(path, name, axes):
     with reading(path):
         path.open("rb").close()
         command = [sys.executable, "-P", "-c", _MATLAB, str(path), name]
-        done = subprocess.run(command, capture_output=True, timeout=60)
-        said = done.stderr.decode(errors="replace").strip().splitlines() or [
-            f"code {done.returncode}"
-        ]
-        check(done.returncode == 0, said[-1])
+        env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # the memory of many is too much
+        done = subprocess.run(command, capture_output=True, timeout=60, env=env)
+        said = done.stderr.decode(errors="replace").strip() or f"code {done.returncode}"
+        check(done.returncode == 0, said.splitlines()[-1])
         array = np.lib.format.read_array(io.BytesIO(done.stdout), allow_pickle=False)
         check(
             array.ndim == axes and array.size and array.dtype.kind in "uif",
-            f"{name}: {array.dtype}{array.shape}",
+            f"{name}: {array.dtype} of {array.shape}, not numbers along {axes} axes",
         )
         check(np.isfinite(array).all(), f"{name}: numbers that are not finite")
     return array
@@ -284,17 +276,14 @@ def uci_har(folder):
     """Nine signals of a telephone over 128 steps, six activities, unpacked: https://archive.ics.uci.edu/dataset/240"""
     parts = []
     for split in ("train", "test"):
-        kinds = [
-            f"{what}_{axis}" for what in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"
-        ]
+        sensors = "body_acc", "body_gyro", "total_acc"
+        kinds = [f"{sensor}_{axis}" for sensor in sensors for axis in "xyz"]
         paths = [Path(folder, split, "Inertial Signals", f"{kind}_{split}.txt") for kind in kinds]
         with reading(Path(folder, split)):
             x = np.stack([np.loadtxt(path, np.float32) for path in paths], axis=-1)
             y = np.loadtxt(Path(folder, split, f"y_{split}.txt"), np.int32) - 1
-            check(
-                x.shape == (len(y), 128, 9) and y.min() >= 0 and y.max() < 6,
-                f"{x.shape}, {y.shape}",
-            )
+            check(x.shape == (len(y), 128, 9), f"{x.shape} values and {y.shape} classes")
+            check(y.min() >= 0 and y.max() < 6, f"classes {y.min() + 1} to {y.max() + 1}")
         parts += [x, y]
     return Dataset(*parts, classes=6, shape=(128, 9))
 
