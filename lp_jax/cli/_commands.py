@@ -34,7 +34,6 @@ _EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
     "train": [
         ("lp-jax train digits", "8 x 8 pixels, from scikit-learn"),
         ("lp-jax train arrays --data mine.npz", "your own x and y, from a file of NumPy's"),
-        ("lp-jax train gum --data FOLDER", "tag the words of a treebank with a transformer"),
     ],
     "plan": [
         ("lp-jax plan digits", "a solver for this network on this machine"),

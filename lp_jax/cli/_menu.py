@@ -10,12 +10,7 @@ from lp_jax.cli._errors import UsageError
 PROBLEMS = {
     "arrays": "Classes or values of your own: x and y in a file of NumPy's.",
     "digits": "Train on the 1,797 handwritten digits of scikit-learn; a fifth is held out.",
-    "gum": "Tag the words of a treebank, GUM or the like, with their parts of speech.",
-    "mnist": "Train on MNIST, Fashion-MNIST or the like, from IDX files.",
-    "modelnet": "Classify shapes, ModelNet10 or the like, in voxels.",
     "peaks": "Train on 5,000 points of the plane in five level sets of the peaks function.",
-    "text": "Model a text character by character; a tenth is held out.",
-    "timeseries": "Classify time series of the UCR and UEA archives, from .ts files.",
 }
 """The problems of `lp_jax.cli._problems`, with their help: a menu imports none of what they need."""
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 from flax import nnx
+from sklearn.preprocessing import StandardScaler
 
 from lp_jax import MGRIT, Picard, Serial, data, nn, train
 from lp_jax._arrays import _check
@@ -17,12 +18,34 @@ from lp_jax._arrays._types import PyTree
 from lp_jax._solvers._default import SWEEPS, Pair
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._launch import unchanged
-from lp_jax.data._dataset import Scaler
 from lp_jax.train._supervised import Measure
 from lp_jax.train._types import Batch, LossFn
 
 Predict = Callable[[PyTree], np.ndarray]
 """A function from a batch of inputs to outputs."""
+
+
+class Scaler:
+    """Scales channels, the last axis, to the mean 0 and standard deviation 1 of ``values``, as float32, and back."""
+
+    def __init__(self, values: np.ndarray):
+        self._scaler = StandardScaler().fit(_rows(values))
+
+    def __call__(self, values: np.ndarray) -> np.ndarray:
+        scaled = self._scaler.transform(_rows(values)).reshape(values.shape)
+        if not (fine := np.abs(scaled) < float(np.finfo(np.float32).max)).all():
+            at = np.argwhere(~fine)[0].tolist()
+            raise data.DataError(
+                f"after scaling by the training samples: the data holds {scaled[*at]} at {at}; wanted finite numbers below 3e+38."
+            )
+        return scaled.astype(np.float32)
+
+    def back(self, scaled: np.ndarray) -> np.ndarray:
+        return self._scaler.inverse_transform(_rows(scaled)).reshape(scaled.shape)
+
+
+def _rows(values: np.ndarray) -> np.ndarray:
+    return values.reshape(-1, values.shape[-1]).astype(np.float64)
 
 
 def check_sizes(settings: Any) -> None:

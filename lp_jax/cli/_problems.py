@@ -1,8 +1,7 @@
 """The problems of ``lp-jax train`` and ``lp-jax plan``: their data, models, and the settings of a run."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,29 +10,16 @@ import numpy as np
 from lp_jax import data as datasets
 from lp_jax.cli._errors import UsageError
 from lp_jax.cli._models import (
-    GRU,
     Conv,
     Dense,
     Model,
-    Predict,
+    Scaler,
     Task,
     Training,
-    Transformer,
-    steps_per_epoch,
     task_of,
 )
-from lp_jax.data import contrib
-from lp_jax.data._batches import padded
-from lp_jax.data._dataset import Scaler
-from lp_jax.data._gum import Tagging
 
 T = TypeVar("T")
-
-_LENGTHS = (16, 32, 64, 144)  # of sentences
-_SENTENCES, _WORDS = 5, range(5, 21)  # how many are shown, and how long
-_PROMPT = 32  # characters of the text that is continued
-_WRITTEN = 200  # characters of the continuation
-_TEMPERATURE = 0.7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,98 +58,6 @@ def arrays(training: Training, data: Path) -> Task:
         y += "; scaled to mean 0 and standard deviation 1, their mean squared error is the loss"
     held = f"{len(dataset.train_y):,} examples to train with, {len(dataset.test_y):,} held out"
     return dataclasses.replace(task, about=f"{held}; y: {y}")
-
-
-def timeseries(training: Training, data: Path, name: str) -> Task:
-    """Return the task of a data set of series."""
-    dataset = datasets.timeseries(data, name)
-    length, channels = dataset.shape
-    return dataclasses.replace(task_of(dataset, training), shape=(channels,), length=length)
-
-
-def gum(training: Training, data: Path) -> Task:
-    """Return the task of a treebank: sentences, batched with others of about their length."""
-    tagging = datasets.gum(data, max_length=_LENGTHS[-1])
-
-    test = datasets.bucketed(
-        tagging.test, len(tagging.test.x), lengths=_LENGTHS[-1:], seed=0, epoch=0, drop_last=False
-    )
-    return Task(
-        batches=lambda epoch: datasets.bucketed(
-            tagging.train, training.batch_size, lengths=_LENGTHS, seed=training.seed, epoch=epoch
-        ),
-        steps_per_epoch=steps_per_epoch(len(tagging.train.x), training),
-        test_batches=list(test),
-        shape=(),
-        outputs=tagging.classes,
-        names=tagging.tags,
-        length=_LENGTHS[-1],
-        sizes=tagging.sizes,
-        samples=functools.partial(tag_samples, tagging),
-    )
-
-
-def tag_samples(tagging: Tagging, predict: Predict) -> str:
-    """Return sentences of the test set with the model's tags."""
-    fit = [i for i, words in enumerate(tagging.test_words) if len(words) in _WORDS] or [0]
-    shown = fit[:: -(-len(fit) // _SENTENCES)]
-    answers = predict(padded([tagging.test.x[i] for i in shown], _LENGTHS[-1])).argmax(axis=-1)
-    lines = [
-        " ".join(
-            map(
-                functools.partial(tagged, tagging.tags),
-                tagging.test_words[i],
-                row,
-                tagging.test.y[i],
-            )
-        )
-        for i, row in zip(shown, answers, strict=True)
-    ]
-    return "\n\n".join(
-        ["Test sentences as word/TAG; after a wrong tag, the right one in brackets:", *lines]
-    )
-
-
-def tagged(tags: Sequence[str], word: str, answer: int, right: int) -> str:
-    """Return ``word/TAG``, or ``word/TAG[RIGHT]``; a negative ``right`` is unknown."""
-    wanted = "?" if right < 0 else tags[right]
-    return f"{word}/{tags[answer]}" + ("" if answer == right else f"[{wanted}]")
-
-
-def text(training: Training, data: Path) -> Task:
-    """Return the task of a text: windows of it; the label of a position is the next character."""
-    dataset = datasets.characters(data)
-    samples = functools.partial(written, dataset, training.seed)
-    sizes = (dataset.classes,)
-    task = dataclasses.replace(
-        task_of(dataset, training), shape=(), length=dataset.shape[0], sizes=sizes
-    )
-    return dataclasses.replace(task, causal=True, samples=samples)
-
-
-def written(dataset: datasets.Dataset, seed: int, predict: Predict) -> str:
-    """Return the beginning of the held-out text and the model's continuation, character by character."""
-    (length,) = dataset.shape
-    random = np.random.default_rng(seed)
-    prompt = dataset.test_x[0][: min(_PROMPT, length)]
-    numbers = [int(number) for number in prompt]
-    for _ in range(_WRITTEN):
-        window = np.zeros((1, length), np.int32)
-        last = numbers[-length:]
-        window[0, : len(last)] = last
-        logits = predict(window)[0, len(last) - 1] / _TEMPERATURE
-        logits[0] = -np.inf  # padding
-        chances = np.exp(logits - logits.max(), dtype=np.float64)
-        numbers.append(int(random.choice(len(chances), p=chances / chances.sum())))
-    spelled = [
-        "\N{REPLACEMENT CHARACTER}" if number == 1 else dataset.names[number] for number in numbers
-    ]
-    prompted, continued = (
-        "".join(part) for part in (spelled[: len(prompt)], spelled[len(prompt) :])
-    )
-    return (
-        f"The model goes on after the bar (temperature {_TEMPERATURE}):\n\n{prompted}|{continued}"
-    )
 
 
 PROBLEMS = {
@@ -209,65 +103,11 @@ PROBLEMS = {
             ("lp-jax train digits --resume", "go on after an interruption"),
         ),
     ),
-    "gum": Problem(
-        load=gum,
-        models={"transformer": Transformer(width=64, t1=4.0)},
-        training=Training(epochs=5, batch_size=32, learning_rate=1e-3),
-        sources={
-            "data": "Folder of CoNLL-U files ...-train.conllu, ...-dev.conllu, ...-test.conllu, plain or .gz."
-        },
-        examples=(("lp-jax train gum --data ~/gum", "an encoder of 64 layers"),),
-    ),
-    "mnist": Problem(
-        load=lambda training, data: task_of(datasets.mnist(data), training),
-        models={"dense": Dense(width=64), "conv": Conv(layers=32, width=8, t1=1.0)},
-        training=Training(epochs=5),
-        sources={"data": "Folder of the four IDX files, plain or .gz."},
-        examples=(
-            ("lp-jax train mnist --data ~/mnist", "a dense network"),
-            ("lp-jax train mnist --data ~/mnist --model conv", "a convolutional one"),
-            ("lp-jax train mnist --resume", "go on after an interruption"),
-        ),
-    ),
-    "modelnet": Problem(
-        load=lambda training, data: task_of(contrib.modelnet(data), training),
-        models={"conv": Conv(width=4, stride=2)},
-        training=Training(epochs=3, batch_size=16),
-        sources={
-            "data": "Folder of CLASS/train/*.off and CLASS/test/*.off, or voxels_train.npz and voxels_test.npz."
-        },
-        examples=(("lp-jax train modelnet --data ~/ModelNet10", "three-dimensional convolutions"),),
-    ),
     "peaks": Problem(
         load=lambda training: task_of(datasets.peaks(seed=training.seed), training),
         models={"dense": Dense(width=8, t1=5.0)},
         training=Training(epochs=50, batch_size=40, learning_rate=1e-2),
         examples=(("lp-jax train peaks --layers 256", "a deep, narrow network"),),
-    ),
-    "text": Problem(
-        load=text,
-        models={"transformer": Transformer(layers=16, width=64, t1=None)},
-        training=Training(epochs=5, batch_size=32, learning_rate=1e-3),
-        sources={"data": "A text file, or a treebank (.conllu)."},
-        examples=(
-            ("lp-jax train text --data book.txt --buffers 2", "two serial layers at either end"),
-        ),
-    ),
-    "timeseries": Problem(
-        load=timeseries,
-        models={"gru": GRU(layers=None, t1=None)},
-        training=Training(epochs=60, batch_size=10),
-        sources={
-            "data": "Folder of NAME_TRAIN.ts and NAME_TEST.ts, plain or .gz.",
-            "name": "Name of the data set in the folder, like BasicMotions.",
-        },
-        examples=(
-            ("lp-jax train timeseries --data ~/ucr --name BasicMotions", "six channels, 100 steps"),
-            (
-                "lp-jax train timeseries --data ~/ucr --name JapaneseVowels --epochs 30",
-                "series of different lengths",
-            ),
-        ),
     ),
 }
 
