@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 import lp_jax
+from benchmarks import corpora
 from lp_jax import nn
 
 Scan = Callable[..., Any]
@@ -239,13 +240,10 @@ def in_time(data: Data) -> Data:
 
 def tagging(folder: Path, words: int) -> tuple[Data, tuple[int, ...], int]:
     """Words and their parts of speech from a treebank; rows of each embedding table, and the number of tags."""
-    from lp_jax import data
-    from lp_jax.data._batches import padded
-
-    found = data.gum(folder, max_length=words)
+    found = corpora.gum(folder, max_length=words)
     arrays = [
-        np.asarray(padded(rows, words, fill=fill))
+        corpora.padded(rows, words, fill=fill)
         for part in (found.train, found.test)
-        for rows, fill in ((part.x, 0), (part.y, -1))
+        for rows, fill in ((part.x, 0), (part.y, corpora.UNLABELLED))
     ]
     return Data(*arrays), found.sizes, found.classes

@@ -1,14 +1,11 @@
-"""Data sets, from local files or from scikit-learn: images, words, series, points; and batches.
+"""Small data sets to try things on, your own arrays, and batches.
 
-Everything is NumPy; nothing here downloads or unpickles. docs/data.md lists the files that each loader expects.
-`lp_jax.data.contrib` has data sets of single problems.
+Everything is NumPy; nothing here downloads or unpickles. docs/data.md says what a file of your own holds, and which script
+reads the data sets of the papers.
 """
 
 from lp_jax.data._arrays import arrays as arrays
-from lp_jax.data._batches import Sequences as Sequences, batches as batches, bucketed as bucketed
-from lp_jax.data._characters import characters as characters
+from lp_jax.data._batches import batches as batches
 from lp_jax.data._dataset import DataError as DataError, Dataset as Dataset
-from lp_jax.data._gum import gum as gum
-from lp_jax.data._mnist import digits as digits, mnist as mnist
+from lp_jax.data._digits import digits as digits
 from lp_jax.data._peaks import peaks as peaks
-from lp_jax.data._timeseries import timeseries as timeseries

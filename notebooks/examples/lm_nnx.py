@@ -1,0 +1,190 @@
+r"""A language model in Flax NNX with its layers and its batch over a 2 x 2 mesh. A script to read, to copy and to change.
+
+    python notebooks/examples/lm_nnx.py --steps 200 --out runs/lm
+
+trains a decoder of 24 blocks to predict the next character. It has what a larger training has: dropout, blocks that are
+computed again for the gradient (``nnx.remat``), products in bfloat16, clipped gradients, gradients that are accumulated over
+several batches, and checkpoints with the places of all arrays. Run the same line again after an interruption, or with more
+steps, and it goes on where the last checkpoint was taken, with the numbers of a run without a break.
+
+One line makes it a pipeline: ``nn.pipeline(loss, mesh, ...)``. Each of the two groups of devices holds 12 of the blocks, and
+the microbatches of a batch follow each other through them. The other axis of the mesh has the examples, and the compiler sums
+their gradients. The numbers are those of one device.
+
+Without ``--text FILE`` the text is Python's own help, which every installation has.
+"""
+
+import argparse
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 4)  # on a machine without accelerators
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
+
+from lp_jax import nn
+
+
+class Block(nnx.Module):
+    """One layer. Parameters and the state are float32, and products are bfloat16."""
+
+    def __init__(self, width, heads, dropout, rngs):
+        half = {"dtype": jnp.bfloat16, "rngs": rngs}
+        self.attention_norm, self.norm = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
+        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, **half)
+        self.up, self.down = (
+            nnx.Linear(width, 4 * width, **half),
+            nnx.Linear(4 * width, width, **half),
+        )
+        self.dropout = nnx.Dropout(
+            dropout
+        )  # its keys come with the call: a module in a pipeline stays as it is
+
+    def __call__(self, x, key):
+        keys = jax.random.split(key)
+        mask = nnx.make_causal_mask(x[..., 0])
+        y = self.attention(self.attention_norm(x), mask=mask)
+        x = x + self.dropout(y.astype(x.dtype), rngs=keys[0])
+        y = self.down(nnx.gelu(self.up(self.norm(x))))
+        return x + self.dropout(y.astype(x.dtype), rngs=keys[1])
+
+
+class Model(nnx.Module):
+    """Blocks whose arrays have a first axis for the layers, as `nnx.scan` and checkpoints want them."""
+
+    def __init__(self, symbols, length, layers, width, heads, dropout, rngs):
+        self.embed, self.places = (nnx.Embed(n, width, rngs=rngs) for n in (symbols, length))
+
+        def make(key):
+            return Block(width, heads, dropout, nnx.Rngs(key))
+
+        self.blocks = nnx.vmap(make)(jax.random.split(rngs.params(), layers))
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.last = nnx.Linear(width, symbols, rngs=rngs)
+        self.layers = layers
+
+    def __call__(self, tokens, key):
+        @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def blocks(x, block, key):
+            return block(x, key)
+
+        x = self.embed(tokens) + self.places(jnp.arange(tokens.shape[-1]))[None]
+        x = blocks(x, self.blocks, jax.random.split(key, self.layers))
+        return self.last(self.norm(x))
+
+
+def loss(model, tokens, key):
+    """Return the mean cross-entropy of the next characters of ``tokens``, ``(examples, length + 1)``."""
+    scores = model(tokens[:, :-1], key)
+    return optax.losses.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:]).mean()
+
+
+def read(path):
+    """Return a text as numbers, and how many symbols it has."""
+    if path is None:
+        text = "\n".join(topics.values())
+    else:
+        text = Path(path).read_text(encoding="utf-8")
+    symbols, numbers = np.unique(list(text), return_inverse=True)
+    return numbers.astype(np.int32), len(symbols)
+
+
+def place(mesh, module):
+    """Put the arrays of blocks, an optimizer's too, on the devices of their layers, and all others on every device."""
+
+    def where(path, _):
+        return NamedSharding(mesh, P("layers") if "blocks" in jax.tree_util.keystr(path) else P())
+
+    state = nnx.state(module)
+    nnx.update(module, jax.device_put(state, jax.tree.map_with_path(where, state)))
+
+
+def arrays(model, optimizer):
+    return nnx.to_pure_dict(nnx.state({"model": model, "optimizer": optimizer}))
+
+
+def restore(checkpoints, model, optimizer):
+    """Go on from the newest checkpoint, if there is one; return the number of its step. Arrays come back to their places."""
+    if checkpoints.latest is None:
+        return 0
+    places = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        arrays(model, optimizer),
+    )
+    found = checkpoints.load(checkpoints.latest.step, places)
+    nnx.update(model, found["model"])
+    nnx.update(optimizer, found["optimizer"])
+    print(f"goes on after step {checkpoints.latest.step}")
+    return checkpoints.latest.step
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description="A language model over a mesh of data and layers.")
+    parser.add_argument("--text", help="a file in UTF-8")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--length", type=int, default=64, help="characters of an example")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--microbatches", type=int, default=4, help="of a batch, in the pipeline")
+    parser.add_argument("--examples", type=int, default=4, help="of a microbatch")
+    parser.add_argument("--accumulate", type=int, default=2, help="batches for one update")
+    parser.add_argument("--steps", type=int, default=200, help="batches in all")
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--mesh", type=int, nargs=2, default=(2, 2), metavar=("DATA", "LAYERS"))
+    parser.add_argument("--out", type=Path, default=Path("runs/lm"), help="folder of checkpoints")
+    args = parser.parse_args(arguments)
+
+    text, symbols = read(args.text)
+    text, held_out = np.split(text, [-len(text) // 20])
+    sizes = symbols, args.length, args.layers, args.width, args.heads, args.dropout
+    model = Model(*sizes, rngs=nnx.Rngs(0))
+    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, 1000)
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+    optimizer = nnx.Optimizer(model, optax.MultiSteps(chain, args.accumulate), wrt=nnx.Param)
+
+    mesh = jax.make_mesh(tuple(args.mesh), ("data", "layers"), axis_types=(AxisType.Auto,) * 2)
+    place(mesh, model)
+    place(mesh, optimizer)
+    piped = nn.pipeline(loss, mesh, in_axes=(None, 0, 0))
+
+    def mean(model, tokens, key):
+        return piped(model, tokens, jax.random.split(key, len(tokens))).mean()
+
+    @nnx.jit
+    def update(model, optimizer, tokens, key):
+        value, gradient = nnx.value_and_grad(mean)(model, tokens, key)
+        optimizer.update(model, gradient)
+        return value
+
+    def batch(text, step):
+        """The examples depend on the step only, so that a run that goes on sees those of one without a break."""
+        shape = args.microbatches, args.examples, 1
+        starts = np.random.default_rng(step).integers(len(text) - args.length, size=shape)
+        tokens = text[starts + np.arange(args.length + 1)]
+        return jax.device_put(tokens, NamedSharding(mesh, P(None, "data")))
+
+    with ocp.training.Checkpointer(args.out.resolve()) as checkpoints:
+        for step in range(restore(checkpoints, model, optimizer) + 1, args.steps + 1):
+            value = update(model, optimizer, batch(text, step), jax.random.key(step))
+            if step % 10 == 0 or step == args.steps:
+                print(f"step {step}: loss {value:.5f}", flush=True)
+            if step % args.save_every == 0 or step == args.steps:
+                checkpoints.save(step, arrays(model, optimizer), force=True)
+
+    (held_by, *_) = model.blocks.up.kernel[...].addressable_shards
+    print(f"weights on one device: {held_by.data.shape} of {model.blocks.up.kernel.shape}")
+    model.eval()  # no dropout
+    print(f"held out: loss {nnx.jit(mean)(model, batch(held_out, 0), jax.random.key(0)):.5f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Scripts of notebooks/examples that are there to be copied: each runs as a program, at toy size, and says what is true."""
+
+import re
+import shutil
+
+import jax
+import matplotlib.image
+import numpy as np
+from examples import load, run
+
+from conftest import jax_defaults
+
+
+def numbers(pattern, text):
+    return [float(number) for number in re.findall(pattern, text)]
+
+
+def test_the_heat_equation(tmp_path):
+    """Residuals fall in every cycle, faster with FCF; the states are those of one step after another; the picture is one."""
+    settings = "--steps", 128, "--points", 15, "--cycles", 6, "--out", "heat.png"
+    (exact, *_), *parts = (
+        (part,) for part in re.split(r"\n\n", run("heat_mgrit", *settings, folder=tmp_path))
+    )
+    assert 1e-3 < numbers(r"at most (\S+)", exact)[0] < 0.1  # of the method of first order
+    fell = []
+    for (part,) in parts:
+        norms, factors = numbers(r"e[-+]\d+ +(\d\.\d+)", part), numbers(r"\d +(\d\.\d+e\S+)", part)
+        assert len(norms) == 5 and max(norms) < 0.9 and len(factors) == 6
+        fell.append(np.prod(norms))
+        assert numbers(r"at most (\S+)", part)[0] < factors[0] * fell[-1]
+    assert len(fell) == 3 and fell[1] < 0.1 * fell[0] and fell[1] < fell[2] < 1e-2
+    pixels = matplotlib.image.imread(tmp_path / "heat.png")
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 100
+
+
+def test_packed_sequences(tmp_path):
+    printed = run(
+        "packed_gru",
+        "--length",
+        48,
+        "--hidden",
+        6,
+        "--steps",
+        40,
+        "--sequences",
+        20,
+        folder=tmp_path,
+    )
+    assert len(re.findall(r"steps,.* carry .*Newton", printed)) == 2
+    assert numbers(r"error of the gradient: (\S+)", printed)[0] < 1e-2
+    assert 0 < numbers(r"(\d+)% padding", printed)[0] < 40
+    assert numbers(r"loss (\S+)", printed)[-1] < 1.38  # log 4 = 1.386, by guessing
+
+
+def test_a_packed_sequence_sees_itself_only():
+    """Its scores are those that it has alone in a row, whatever stands around it, and all places are found again."""
+    packed_gru = load("packed_gru")
+    with jax_defaults():
+        x, y = packed_gru.sequences(9, np.random.default_rng(0), longest=10)
+        params = packed_gru.init(jax.random.key(0), 5)
+        symbols, labels, segments = packed_gru.pack(x, y, 24)
+        scores = np.asarray(packed_gru.scores(params, symbols, segments))
+        found = 0
+        for row, number in sorted({*zip(*np.nonzero(segments), strict=True)}):
+            at = segments[row] == segments[row, number]
+            (which,) = [
+                i
+                for i, each in enumerate(x)
+                if np.array_equal(each, symbols[row, at]) and np.array_equal(y[i], labels[row, at])
+            ]
+            alone = packed_gru.pack([x[which]], [y[which]], 16)
+            expected = np.asarray(packed_gru.scores(params, alone[0], alone[2]))[0, : at.sum()]
+            np.testing.assert_allclose(scores[row, at], expected, rtol=1e-4, atol=1e-5)
+            found += 1
+        assert found == sum(map(len, x)) and len(symbols) < len(x)
+
+
+def test_a_language_model_goes_on_where_it_stopped(tmp_path):
+    """Over four devices: the same numbers as without a break, and each device holds the blocks of half of the layers."""
+    settings = (
+        *("--layers", 4, "--width", 8, "--heads", 2, "--length", 8, "--microbatches", 2),
+        *("--examples", 2, "--out", tmp_path / "lm", "--save-every", 10, "--steps", 20),
+    )
+    whole = run("lm_nnx", *settings, folder=tmp_path)
+    losses = numbers(r"step \d+: loss (\S+)", whole)
+    assert len(losses) == 2 and losses[1] < losses[0]
+    assert "(2, 8, 32)" in whole and "goes on" not in whole
+    shutil.rmtree(tmp_path / "lm" / "20")
+    rest = run("lm_nnx", *settings, folder=tmp_path)
+    assert "goes on after step 10" in rest
+    assert rest.splitlines()[1:] == whole.splitlines()[1:]
