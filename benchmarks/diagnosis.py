@@ -22,7 +22,7 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 import lp_jax
-from benchmarks import networks, report
+from benchmarks import corpora, networks, report
 from benchmarks.command import Progress, add_only, common_parser, new_result, results_folder, wanted
 from benchmarks.scan_problems import mala
 from lp_jax import data, nn, planning, train
@@ -70,7 +70,7 @@ def dense(
 
 def convolutions(path: Path, *, width: int = 4) -> Learner:
     """Images of MNIST, with pixels from 0 to 1."""
-    dataset = data.mnist(path)
+    dataset = corpora.mnist(path)
     dataset = dataset._replace(train_x=dataset.train_x.astype(np.float32) / np.float32(255))
     rngs = nnx.Rngs(0)
     *space, channels = dataset.shape
@@ -109,10 +109,10 @@ def transformer(
 def treebank(path: Path, *, layers: int, t1: float, batch: int) -> Learner:
     """Words of GUM, each with its part of speech."""
     lengths = (16, 32, 64, 144)
-    words = data.gum(path, max_length=lengths[-1])
+    words = corpora.gum(path, max_length=lengths[-1])
 
     def batches(epoch: int) -> Iterable[Any]:
-        return data.bucketed(words.train, batch, lengths=lengths, seed=0, epoch=epoch)
+        return corpora.bucketed(words.train, batch, lengths=lengths, seed=0, epoch=epoch)
 
     model = transformer(words.sizes, words.classes, lengths[-1], layers=layers, width=32, t1=t1)
     return Learner(model, batches, 1e-3)
@@ -120,7 +120,7 @@ def treebank(path: Path, *, layers: int, t1: float, batch: int) -> Learner:
 
 def text(path: Path) -> Learner:
     """Characters of GUM; the class of each is the next one."""
-    dataset = data.characters(path)
+    dataset = corpora.characters(path)
     (length,) = dataset.shape
     options: dict[str, Any] = {"layers": 16, "width": 64, "t1": 16.0, "causal": True}
     model = transformer(dataset.classes, dataset.classes, length, **options)
@@ -129,7 +129,7 @@ def text(path: Path) -> Learner:
 
 def motions(path: Path, *, width: int = 64) -> Learner:
     """Series of BasicMotions; their time steps are the layers, each as long as one unit of time."""
-    dataset = data.timeseries(path, "BasicMotions")
+    dataset = corpora.timeseries(path, "BasicMotions")
     channels = dataset.shape[-1]
     rngs = nnx.Rngs(0)
     gru = nn.GRU(channels, width, units=1, dt=1.0, rngs=rngs)

@@ -210,8 +210,8 @@ _MOST = 2048  # operations of all turns that are unrolled
 _MOST_BYTES = 36_000_000
 _CHUNK_BYTES = 2**23
 # Where turns are not launched: least flops of a layer for which serial propagation is unrolled, because the compiler of a CPU
-# makes one kernel of a smaller loop. A layer with more kernels, such as a GRU's, is slower unrolled there, and compiles four times
-# as long. With products of a few rows it is not unrolled: the sums of outer products would be too, and are then slower.
+# makes one kernel of a smaller loop. A layer with more kernels, such as a GRU's, is slower unrolled there, and takes four times
+# as long to compile. With products of a few rows it is not unrolled: the sums of outer products would be too, and are then slow.
 _UNROLL_FLOPS = 256
 # On a CPU: least flops of a layer whose gradient a relay forms in a loop of its own, as measured over two ranks.
 _APART_FLOPS = 4096
