@@ -115,8 +115,8 @@ def table(result: dict[str, Any]) -> str:
 
 PIPED_LAYERS, DEVICES, MICROBATCHES = (32, 64), (1, 2, 4, 8), (1, 4, 8)
 WAYS = ("lax.scan", "relay", "pipeline", "pipeline, checkpoint")
-KEPT = 3
-"""States that a layer keeps: the one that enters it, that of the tanh, and the cotangent of its product."""
+KEPT = 4
+"""Arrays of a state's size that a layer keeps: the state that enters it, two of the tanh, and the cotangent of its product."""
 
 
 def temporaries(network: Network, way: str, microbatches: int, workers: int) -> int:
@@ -183,7 +183,8 @@ def piped(options: Any, arguments: Sequence[str] | None, folder: Any) -> None:
     devices, counts = (DEVICES[:2], MICROBATCHES[:2]) if options.quick else (DEVICES, MICROBATCHES)
     settings = {"width": options.width, "batch": options.batch}
     title = "Memory of a pipeline's gradient on one device"
-    result, progress = new_result("memory_pipeline", title, arguments, settings), Progress()
+    result = new_result("memory", title, arguments, settings) | {"suite": "memory_pipeline"}
+    progress = Progress()
     for layers, workers, microbatches in itertools.product(lengths, devices, counts):
         network, found = dense(options.width, layers, options.batch), {}
         for way in WAYS[workers > 1 :]:  # a scan is on one device
