@@ -54,7 +54,8 @@ def plan():
     machine = dataclasses.replace(
         planning.estimate(problem, device="H100"), latency=5e-6, bandwidth=4e11
     )
-    return viz.plan(lp_jax.plan(problem, machine=machine, error=1e-3))
+    # as long as it takes, because a busy machine would leave probes out
+    return viz.plan(lp_jax.plan(problem, machine=machine, error=1e-3, seconds=3600))
 
 
 def scaling():
