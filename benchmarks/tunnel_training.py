@@ -30,7 +30,6 @@ import lp_jax
 from benchmarks import emulation, report
 from benchmarks.command import (
     Progress,
-    add_numbers,
     add_only,
     common_parser,
     new_result,
@@ -128,7 +127,7 @@ def wide_encoder(layers: int) -> lp_jax.Problem:
 TASKS = (
     Task(name="encoder", layers=128, make=encoder, problem=wide_encoder, target=0.8, epochs=3,
          batch=32, rate=5e-3),
-    Task(name="dense", layers=4096, make=dense, problem=emulation.wide, target=0.85, epochs=3,
+    Task(name="dense", layers=4096, make=dense, problem=emulation.wide, target=0.9, epochs=6,
          batch=8, rate=3e-3),
 )  # fmt: skip
 
@@ -524,7 +523,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--methods", nargs="+", metavar="TEXT", help="Only methods with one of these in their names."
     )  # fmt: skip
-    add_numbers(parser, ("--epochs", 3, "Number of epochs of each training (default: 3)."))
+    parser.add_argument(
+        "--epochs", type=positive, metavar="N",
+        help="Number of epochs of each training (default: 3 of the encoder, 6 of the dense network).",
+    )  # fmt: skip
     add_only(parser, "Only networks with one of these in their names: encoder, dense.")
     parser.add_argument(
         "--add", action="store_true", help="Keep the rows of other networks of an earlier result."
