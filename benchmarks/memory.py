@@ -173,7 +173,9 @@ def piped_table(result: dict[str, Any]) -> str:
         f"Dense layers of width {result['settings']['width']}, {result['settings']['batch']} examples a microbatch, float32: "
         f"{report.number(state)} MB a state. Temporary memory of the gradient on one device; in brackets: by the formula, "
         f"{KEPT} states of each of its layers for every microbatch, and with checkpoints one entering state for every "
-        f"microbatch and {KEPT} states of each of its layers."
+        f"microbatch and {KEPT} states of each of its layers. Programs of several host devices hold one state more for every "
+        "layer and microbatch, also with checkpoints: the states of a solution, which the compiler does not take out of their "
+        "loops."
     )
     return report.page(result, about, report.pipes(cells))
 
