@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +32,12 @@ KINDS = ("forward", "adjoint", "gradient")
 MICROBATCHES = (2, 4, 8)
 
 Pair = tuple[lp_jax.Solver | None, lp_jax.Solver | None]
+
+
+def set_devices(count: int) -> None:
+    """Let the processor be so many devices, unless XLA_FLAGS says how many it is. Before JAX looks for devices."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def accelerator(device: str, seconds: float) -> planning.Machine:

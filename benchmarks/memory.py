@@ -3,6 +3,10 @@
 A dense ResNet, as in suite `dense`: a hand-written scan, its checkpointed form, and the solvers, with one state per interval or
 all of them kept, intervals looped or batched. From two lengths the bytes per layer follow, parameters and their gradient
 included, and from these the longest network that fits into a memory.
+
+With ``--pipeline``: a device's temporary memory by `lp_jax.pipeline` beside a relay and a scan, against the numbers of layers,
+devices and microbatches, and the formula. A device of a pipeline holds, for every microbatch, what its layers keep for the
+gradient and the cotangents of their states; with checkpoints, the state that enters it, and once what its layers keep.
 """
 
 import itertools
@@ -12,11 +16,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 import lp_jax
 from benchmarks import report
 from benchmarks.command import Progress, add_numbers, common_parser, new_result, results_folder
-from benchmarks.networks import Network, Pair, dense
+from benchmarks.emulation import Place, set_devices
+from benchmarks.networks import SERIAL, Network, Pair, dense
 
 LAYERS, QUICK = (256, 1024, 4096, 16384), (16, 64)
 
@@ -103,9 +110,101 @@ def table(result: dict[str, Any]) -> str:
     return report.page(result, about, report.pipes(cells))
 
 
+# --- pipelines ------------------------------------------------------------------------------------------------------
+
+PIPED_LAYERS, DEVICES, MICROBATCHES = (32, 64), (1, 2, 4, 8), (1, 4, 8)
+WAYS = ("lax.scan", "relay", "pipeline", "pipeline, checkpoint")
+KEPT = 4
+"""Arrays of a state's size that a layer keeps: the state that enters it, two of the tanh, and the cotangent of its product."""
+
+
+def temporaries(network: Network, way: str, microbatches: int, workers: int) -> int:
+    """Bytes of temporary arrays on one device, of the layers' gradient for so many times the network's examples."""
+    mesh, piped = Place("devices", workers).mesh, way.startswith("pipeline")
+    spread, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("layers",), ()))
+    relay = lp_jax.MeshComm(mesh, sequential="relay") if way == "relay" else None
+    loss = network.loss(SERIAL if relay else None, relay)
+
+    def one(weights: Any, x: jax.Array, target: jax.Array) -> jax.Array:
+        return loss(weights, x, target)[0]
+
+    def mean(weights: Any, x: jax.Array, target: jax.Array) -> jax.Array:
+        axes, checkpoint = (None, 0, 0), way.endswith("checkpoint")
+        mapped = lp_jax.pipeline(one, mesh, in_axes=axes, checkpoint=checkpoint)
+        return jnp.mean(mapped(weights, x, target))
+
+    def given(x: Any) -> jax.ShapeDtypeStruct:
+        examples = (microbatches, len(x)) if piped else (microbatches * len(x),)
+        return jax.ShapeDtypeStruct((*examples, *x.shape[1:]), x.dtype, sharding=everywhere)
+
+    weights = jax.tree.map(
+        lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=spread), network.weights
+    )
+    gradient = jax.jit(jax.grad(mean if piped else one), out_shardings=spread)
+    program = gradient.lower(weights, given(network.x), given(network.target)).compile()
+    analysis = program.memory_analysis()
+    assert analysis is not None
+    return int(analysis.temp_size_in_bytes)
+
+
+def formula(way: str, layers: int, microbatches: int, workers: int) -> int:
+    """States that a device holds."""
+    mine = math.ceil(layers / workers)
+    if way.endswith("checkpoint"):
+        return microbatches + KEPT * mine
+    return microbatches * KEPT * mine
+
+
+def piped_table(result: dict[str, Any]) -> str:
+    """Megabytes on a device, and those of the pipelines by the formula in brackets."""
+    state = 4e-6 * result["settings"]["width"] * result["settings"]["batch"]
+    cells = [["layers", "devices", "microbatches", *(f"{way}, MB" for way in WAYS)]]
+    for row in result["rows"]:
+        sizes = row["layers"], row["microbatches"], row["workers"]
+        line = [str(row[key]) for key in ("layers", "workers", "microbatches")]
+        for way in WAYS:
+            words = report.number(row["bytes"][way] / 1e6, 3) if way in row["bytes"] else ""
+            if way.startswith("pipeline"):
+                words += f" ({report.number(state * formula(way, *sizes), 3)})"
+            line.append(words)
+        cells.append(line)
+    about = (
+        f"Dense layers of width {result['settings']['width']}, {result['settings']['batch']} examples a microbatch, float32: "
+        f"{report.number(state)} MB a state. Temporary memory of the gradient on one device; in brackets: by the formula, "
+        f"{KEPT} states of each of its layers for every microbatch, and with checkpoints one entering state for every "
+        f"microbatch and {KEPT} states of each of its layers. Programs of several host devices hold one state more for every "
+        "layer and microbatch, also with checkpoints: the states of a solution, which the compiler does not take out of their "
+        "loops."
+    )
+    return report.page(result, about, report.pipes(cells))
+
+
+def piped(options: Any, arguments: Sequence[str] | None, folder: Any) -> None:
+    lengths = sorted(options.layers or ((8,) if options.quick else PIPED_LAYERS))
+    devices, counts = (DEVICES[:2], MICROBATCHES[:2]) if options.quick else (DEVICES, MICROBATCHES)
+    settings = {"width": options.width, "batch": options.batch}
+    title = "Memory of a pipeline's gradient on one device"
+    result = new_result("memory", title, arguments, settings) | {"suite": "memory_pipeline"}
+    progress = Progress()
+    for layers, workers, microbatches in itertools.product(lengths, devices, counts):
+        network, found = dense(options.width, layers, options.batch), {}
+        for way in WAYS[workers > 1 :]:  # a scan is on one device
+            progress(f"{layers} layers, {workers} devices, {microbatches} microbatches: {way}")
+            found[way] = temporaries(network, way, microbatches, workers)
+        sizes = {"layers": layers, "workers": workers, "microbatches": microbatches}
+        result["rows"].append({**sizes, "bytes": found})
+    progress.clear()
+    report.save(result, folder, text=piped_table)
+    print(piped_table(result))
+
+
 EXAMPLES = [
     ("", "the whole table"),
     ("--layers 64 128 --width 16", "two lengths of a narrow network"),
+    (
+        "--pipeline --batch 256",
+        "a pipeline beside a relay and a scan, on 1 to 8 devices; --batch of a microbatch",
+    ),
 ]
 
 
@@ -129,7 +228,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="GIB",
         help="Memory to fill, in GiB (default: the device's, 16 on a CPU).",
     )
+    parser.add_argument(
+        "--pipeline", action="store_true", help="Compile pipelines, a relay and a scan instead."
+    )
     options = parser.parse_args(arguments)
+    if options.pipeline:
+        set_devices(max(DEVICES))
+        piped(options, arguments, results_folder(parser, options))
+        return 0
     lengths = sorted(options.layers or (QUICK if options.quick else LAYERS))
     if len(lengths) < 2:
         parser.error(f"--layers needs two numbers or more, for the growth per layer; got {lengths}")

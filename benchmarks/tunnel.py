@@ -12,14 +12,12 @@ planner does not know; "ideal" is a relay's, a pipeline's and data parallelism's
 import argparse
 import dataclasses
 import math
-import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
@@ -407,8 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         options.layers = min(options.layers, 8)
     where = places(parser, options)
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", max(place.workers for place in where))
+    emulation.set_devices(max(place.workers for place in where))
     chosen = [
         Setting(place, options.layers, machine) for machine in machines(options) for place in where
     ]

@@ -1,15 +1,17 @@
 """Trainings with emulated seconds: how much sooner several devices reach an accuracy.
 
-Each network is really trained, on this processor: its numbers, its steps and its accuracies are real. A step's seconds are those
-that a machine needs for it: the planner's for iterations, with the cycles that were really taken, and the formula of relay and
-pipeline. So a training takes as long as this processor needs, not as long as it says. The networks are narrow; the machine's
-layers are as wide as fill an accelerator, since narrow ones would rather share one.
+Each row is a training of its own, by the program of its method on a mesh of so many host devices: a relay, `lp_jax.pipeline`, and
+cycles over one interval for each device. Its numbers, its steps and its accuracies are real. A step's seconds are those that a
+machine needs for it: the planner's for iterations, with the cycles that were really taken, and the formula of relay and pipeline.
+So a training takes as long as this processor needs, not as long as it says. The networks are narrow; the machine's layers are as
+wide as fill an accelerator, since narrow ones would rather share one. A training ends when the test set has the accuracy.
 
-Relay and pipeline have the numbers of exact training, which is run once. Two cycles over one interval for each device, and one
-for the adjoint, have an error that depends on the number of devices; with a controller (`lp_jax.train.Controller`) they take as
-many cycles as the noise of a mini-batch asks for, or train by a relay where few do not do, and its probes are counted.
+Relay and pipeline differ from exact training by rounding. Two cycles over one interval for each device, and one for the adjoint,
+have an error that depends on the number of devices; with a controller (`lp_jax.train.Controller`) they take as many cycles as the
+noise of a mini-batch asks for, or train by a relay where few do not do, and its probes are counted.
 """
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -22,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import lp_jax
 from benchmarks import emulation, report
 from benchmarks.command import (
     Progress,
-    add_numbers,
     add_only,
     common_parser,
     new_result,
@@ -35,10 +37,10 @@ from benchmarks.command import (
     results_folder,
     wanted,
 )
-from benchmarks.emulation import KINDS, MICROBATCHES, RELAY, SCAN, pipelined
+from benchmarks.emulation import KINDS, MICROBATCHES, RELAY, SCAN, Place, pipelined
 from lp_jax import MGRIT, Identity, Serial, data, nn, planning, train
 from lp_jax.planning import Machine
-from lp_jax.train._types import Batch
+from lp_jax.train._types import Batch, LossFn
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,7 +68,7 @@ class Task:
 
     name: str
     layers: int
-    make: Callable[[int, nnx.Rngs], nn.Classifier]
+    make: Callable[[int, lp_jax.Comm | None], nn.Classifier]
     problem: Callable[[int], lp_jax.Problem]  # shapes of layers that fill an accelerator
     target: float  # accuracy that is to be reached
     epochs: int
@@ -89,25 +91,25 @@ class Task:
         )
 
 
-def encoder(layers: int, rngs: nnx.Rngs) -> nn.Classifier:
-    width, heads = 16, 2
+def encoder(layers: int, comm: lp_jax.Comm | None = None) -> nn.Classifier:
+    width, heads, rngs = 16, 2, nnx.Rngs(0)
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         return nn.EncoderLayer(width, heads, hidden=2 * width, rngs=rngs)
 
-    trunk = nn.LayerParallel(make, layers, t1=TIME, solver=Serial(), rngs=rngs)
+    trunk = nn.LayerParallel(make, layers, t1=TIME, comm=comm, rngs=rngs)
     closing = nnx.Sequential(lambda y: jnp.mean(y, axis=1), nnx.Linear(width, 10, rngs=rngs))
     return nn.Classifier(Rows(8, width, rngs=rngs), trunk, closing)
 
 
-def dense(layers: int, rngs: nnx.Rngs) -> nn.Classifier:
+def dense(layers: int, comm: lp_jax.Comm | None = None) -> nn.Classifier:
     """The network of `lp-jax demo`."""
-    width = 8
+    width, rngs = 8, nnx.Rngs(0)
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         return nn.DenseResidual(width, rngs=rngs)
 
-    trunk = nn.LayerParallel(make, layers, solver=Serial(), rngs=rngs)
+    trunk = nn.LayerParallel(make, layers, comm=comm, rngs=rngs)
     opening = nn.DenseOpening((8, 8, 1), width, rngs=rngs)
     return nn.Classifier(opening, trunk, nn.DenseClosing((width,), 10, rngs=rngs))
 
@@ -121,11 +123,65 @@ def wide_encoder(layers: int) -> lp_jax.Problem:
 
 
 TASKS = (
-    Task(name="encoder", layers=128, make=encoder, problem=wide_encoder, target=0.9, epochs=6,
+    Task(name="encoder", layers=128, make=encoder, problem=wide_encoder, target=0.8, epochs=3,
          batch=32, rate=5e-3),
     Task(name="dense", layers=4096, make=dense, problem=emulation.wide, target=0.9, epochs=6,
          batch=8, rate=3e-3),
 )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """How a row is trained: solvers, on so many devices; by a pipeline if it has microbatches."""
+
+    name: str
+    workers: int
+    pair: tuple[lp_jax.Solver, lp_jax.Solver] = (Serial(), Serial())
+    microbatches: int = 0
+    controlled: bool = False
+
+    @property
+    def place(self) -> Place:
+        return Place("devices", self.workers)
+
+    def model(self, task: Task) -> nn.Classifier:
+        """The network; within a pipeline its layers are spread by that."""
+        if self.microbatches:
+            return task.make(task.layers, None)
+        sequential = "relay" if self.pair[0].exact else "auto"
+        return task.make(task.layers, self.place.comm(sequential=sequential))
+
+
+def in_pipeline(loss_fn: LossFn, mesh: Mesh, microbatches: int) -> LossFn:
+    """The loss of a batch by `lp_jax.pipeline`: the mean over its microbatches."""
+
+    def one(params: Any, x: jax.Array, labels: jax.Array) -> Any:
+        loss, info = loss_fn(params, (x, labels), None, None)
+        return loss, info.total, info.correct, info.stats, info.result
+
+    piped = lp_jax.pipeline(one, mesh, in_axes=(None, 0, 0))
+
+    def whole(params: Any, batch: Batch, *solvers: lp_jax.Solver | None) -> Any:
+        parts = (x.reshape(microbatches, -1, *x.shape[1:]) for x in batch)
+        losses, totals, correct, stats, results = piped(params, *parts)
+        first = jax.tree.map(lambda x: x[0], stats)
+        info = train.Info(jnp.sum(totals), first, jnp.max(results), jnp.sum(correct))
+        return jnp.mean(losses), info
+
+    return whole
+
+
+def spread(params: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """The layers' parameters on the devices that hold them, all others on every device."""
+    held, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("layers",), ()))
+    return {
+        name: jax.device_put(part, held if name == "trunk" else everywhere)
+        for name, part in params.items()
+    }
+
+
+class Reached(Exception):
+    """The test set has the accuracy, so that the training is over."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,30 +254,44 @@ def intervals(layers: int, workers: int, *, controlled: bool) -> tuple[MGRIT, MG
     return each(iterations=most, rtol=1e-1), each(iterations=most, rtol=1e-1)
 
 
+@functools.cache
+def _exact(task: Task) -> LossFn:
+    """The loss by serial propagation on one device, whose programs serve the tests of all rows."""
+    return train.classification(task.make(task.layers, None))[0]
+
+
 def trained(
     task: Task,
-    pair: tuple[lp_jax.Solver, lp_jax.Solver],
+    method: Method,
     *,
-    controlled: bool = False,
     epochs: int | None = None,
     show: Callable[[dict[str, Any]], object] = lambda row: None,
 ) -> Training:
-    """Train, and test four times an epoch by serial propagation."""
-    model = task.make(task.layers, nnx.Rngs(0))
+    """Train to the accuracy or to the last epoch; test four times an epoch by serial propagation on one device."""
+    model, pair = method.model(task), method.pair
     loss_fn, params = train.classification(model)
+    if method.workers > 1:
+        params = spread(params, method.place.mesh)
+    if method.microbatches:
+        loss_fn = in_pipeline(loss_fn, method.place.mesh, method.microbatches)
     dataset = data.digits(seed=0)
     steps = len(dataset.train_y) // task.batch
     epochs = task.epochs if epochs is None else epochs
     optimizer = optax.adam(optax.cosine_decay_schedule(task.rate, steps * epochs))
-    tests = [(dataset.test_x, dataset.test_y)]
+    tests, log = [(dataset.test_x, dataset.test_y)], train.Log(show)
 
     def batches(epoch: int) -> Iterator[Batch]:
         return data.batches(dataset, task.batch, seed=0, epoch=epoch)
 
     def test(state: train.TrainState, batch: Batch) -> dict[str, object]:
-        return train.evaluate(loss_fn, state.params, tests)._asdict()
+        here = jax.device_put(state.params, jax.devices()[0])
+        found = train.evaluate(_exact(task), here, tests)._asdict()
+        if found["accuracy"] >= task.target:
+            log.write(kind="test", step=int(state.step), **found)
+            raise Reached
+        return found
 
-    controller = train.Controller(loss_fn) if controlled else None
+    controller = train.Controller(loss_fn) if method.controlled else None
 
     def adjoint(state: train.TrainState, batch: Batch) -> dict[str, object]:
         assert controller is not None
@@ -232,19 +302,20 @@ def trained(
         norms = solves.adjoint.residual_norms.tolist()
         return {f"adjoint_residual_{n}": norm for n, norm in enumerate(norms, 1) if not norm < 0}
 
-    looks = [train.Every("adjoint", max(1, steps // 8), adjoint)] if controlled else []
-    _, log = train.fit(
-        train.make_train_step(loss_fn, optimizer, watch=False),
-        train.init_state(params, optimizer),
-        batches,
-        steps_per_epoch=steps,
-        epochs=epochs,
-        solver=pair[0],
-        adjoint_solver=pair[1],
-        controller=controller,
-        measures=[train.Every("test", max(1, steps // 4), test), *looks],
-        log=train.Log(show),
-    )
+    looks = [train.Every("adjoint", max(1, steps // 8), adjoint)] if controller else []
+    with contextlib.suppress(Reached):
+        train.fit(
+            train.make_train_step(loss_fn, optimizer, watch=False),
+            train.init_state(params, optimizer),
+            batches,
+            steps_per_epoch=steps,
+            epochs=epochs,
+            solver=pair[0],
+            adjoint_solver=pair[1],
+            controller=controller,
+            measures=[*looks, train.Every("test", max(1, steps // 4), test)],
+            log=log,
+        )
     return Training(log, pair)
 
 
@@ -255,41 +326,64 @@ def rows_of(
     task: Task,
     machine: Machine,
     devices: Sequence[int],
-    run: Callable[[str, tuple[lp_jax.Solver, lp_jax.Solver], bool], Training],
+    run: Callable[[Method], Training],
     want: Callable[[str], bool],
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of a task: every method on every number of devices. ``run`` trains."""
     layers = task.layers
-    exact = run(EXACT, (Serial(), Serial()), False)
+    alone = Method(SCAN, 1)
+    exact = run(alone)
     one = _time(SCAN, layers, machine, 1)
-    alone = row_of(task, SCAN, 1, exact, lambda *pair: one, one)
-    yield alone
+    first = row_of(task, alone, exact, lambda *pair: one, one)
+    yield first
     for workers in (count for count in devices if count > 1):
         relay = _time(RELAY, layers, machine, workers)
-        best = min(
-            map(pipelined, MICROBATCHES),
-            key=lambda name, workers=workers: _time(name, layers, machine, workers),  # type: ignore[misc]
-        )
-        for name in (RELAY, best):
-            if want(name):
-                step = _time(name, layers, machine, workers)
-                made = row_of(task, name, workers, exact, lambda *pair, step=step: step, relay)
-                yield compared(made, alone)
+        times = {m: _time(pipelined(m), layers, machine, workers) for m in MICROBATCHES}
+        best = min(times, key=times.__getitem__)
 
         @functools.cache
-        def predicted(forward: Any, adjoint: Any, workers: int = workers) -> float:
-            if forward.exact:  # propagation in turn, of a controller that iterates no more
-                return _time(RELAY, layers, machine, workers)
+        def seconds(
+            forward: Any, adjoint: Any, workers: int = workers, relay: float = relay
+        ) -> float:
+            if forward.exact:  # propagation in turn, also of a controller that iterates no more
+                return relay
             return planning.predict(forward, adjoint, layers, machine, workers=workers).seconds
 
-        for name, controlled in ((FEW, False), (CONTROLLED, True)):
-            if want(name):
-                pair = intervals(layers, workers, controlled=controlled)
-                training = run(f"{name}, {workers} devices", pair, controlled)
-                yield compared(row_of(task, name, workers, training, predicted, relay), alone)
+        jax.clear_caches()
+        for method, step in (
+            (Method(RELAY, workers), seconds),
+            (
+                Method(pipelined(best), workers, microbatches=best),
+                lambda *pair, step=times[best]: step,
+            ),
+            (Method(FEW, workers, intervals(layers, workers, controlled=False)), seconds),
+            (
+                Method(
+                    CONTROLLED,
+                    workers,
+                    intervals(layers, workers, controlled=True),
+                    controlled=True,
+                ),
+                seconds,
+            ),
+        ):
+            if want(method.name):
+                training = run(method)
+                row = row_of(task, method, training, step, relay)
+                yield compared(row, first) | {"difference": difference(training, exact)}
 
 
-EXACT, FEW, CONTROLLED = "exact", "identity, 2/1", "identity, with a controller"
+FEW, CONTROLLED = "identity, 2/1", "identity, with a controller"
+FIRST = 10
+
+
+def difference(training: Training, exact: Training) -> float:
+    """Largest relative difference from the losses of exact training, over the first steps."""
+    losses, wanted = (
+        np.array([row["loss"] for row in each.log.of("train")[:FIRST]])
+        for each in (training, exact)
+    )
+    return float(np.max(np.abs(losses - wanted) / wanted))
 
 
 def _time(name: str, layers: int, machine: Machine, workers: int) -> float:
@@ -300,8 +394,7 @@ def _time(name: str, layers: int, machine: Machine, workers: int) -> float:
 
 def row_of(
     task: Task,
-    name: str,
-    workers: int,
+    method: Method,
     training: Training,
     step_seconds: Callable[..., float],
     probe: float,
@@ -312,12 +405,11 @@ def row_of(
     return {
         "network": task.name,
         "layers": task.layers,
-        "method": name,
-        "workers": workers,
+        "method": method.name,
+        "workers": method.workers,
         "target": task.target,
         "steps": reached[0],
         "seconds": reached[1],
-        "all_seconds": tests[-1][1],
         "accuracy": tests[-1][2],
         "cycles": training.cycles,
         "tests": [list(test) for test in tests],
@@ -325,18 +417,15 @@ def row_of(
 
 
 def compared(row: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
-    """With speedups over one device: to the accuracy, and of all steps."""
+    """With the speedup over one device; None where the accuracy was not reached."""
     reached = row["seconds"] and alone["seconds"]
-    return row | {
-        "speedup": alone["seconds"] / row["seconds"] if reached else None,
-        "speedup_of_all": alone["all_seconds"] / row["all_seconds"],
-    }
+    return row | {"speedup": alone["seconds"] / row["seconds"] if reached else None}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each training, and the published figure."""
-    head = ["", "devices", "s to the accuracy", "times as fast", "steps", "all steps", "accuracy"]
-    lines = [[*head, "cycles"]]
+    head = ["", "devices", "s to the accuracy", "times as fast", "steps", "accuracy"]
+    lines = [[*head, "cycles", "first losses"]]
     for row in rows:
         numbers = [row["seconds"], row.get("speedup", 1.0)]
         lines.append(
@@ -345,9 +434,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 str(row["workers"]),
                 *(report.number(x, 3) for x in numbers),
                 str(row["steps"] or "–"),
-                report.number(row.get("speedup_of_all", 1.0), 3),
                 f"{row['accuracy']:.1%}",
                 report.number(row["cycles"]) if row["cycles"] else "–",
+                report.scientific(row.get("difference", 0.0)),
             ]
         )
     lines.append([FIELD[0], "8", "", report.number(FIELD[1]), "", "", "", ""])
@@ -355,11 +444,28 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 LEGEND = (
-    "s to the accuracy: emulated seconds until the test set first had it; steps: those until then. times as fast: as one "
-    "device; all steps: the same for the whole training. accuracy: of the test set at the end. cycles: of the forward solve, "
-    "the mean over the steps. Relay and pipeline have the numbers of exact training; a pipeline has the number of "
-    "microbatches that is fastest."
+    "s to the accuracy: emulated seconds until the test set first had it, where the training ends; steps: those until then. "
+    "times as fast: as one device. accuracy: of the last test. cycles: of the forward solve, the mean over the steps. first "
+    f"losses: largest relative difference from those of exact training in the first {FIRST} steps. A pipeline has the number "
+    "of microbatches that is fastest by its formula."
 )
+
+
+def short(result: report.Result) -> str:
+    """The table of docs/benchmarks.md: times as fast as one device, and the published figure."""
+    rows = [row for row in result["rows"] if row["workers"] > 1]
+    counts = sorted({row["workers"] for row in rows})
+    lines: dict[str, dict[int, str]] = {}
+    for row in rows:
+        words = (
+            report.number(row["speedup"]) if row["speedup"] else f"ends at {row['accuracy']:.0%}"
+        )
+        name = f"{row['network']} to {row['target']:.0%}: {row['method']}"
+        lines.setdefault(name, {})[row["workers"]] = words
+    lines[FIELD[0]] = {8: report.number(FIELD[1])}
+    head = ["times as fast as one device", *(f"{count} devices" for count in counts)]
+    cells = [[name, *(line.get(count, "") for count in counts)] for name, line in lines.items()]
+    return report.pipes([head, *cells])
 
 
 def text(result: report.Result) -> str:
@@ -370,7 +476,10 @@ def text(result: report.Result) -> str:
         + ", ".join(f"{report.number(1e3 * t, 3)} ms" for t in own)
         for name, own in result["settings"]["times"].items()
     ]
-    return report.page(result, about, table(result["rows"]), LEGEND, ". ".join(times) + ".")
+    earlier = {report.origin(row): None for row in result["rows"] if "manifest" in row}
+    return report.page(
+        result, *earlier, about, table(result["rows"]), LEGEND, ". ".join(times) + "."
+    )
 
 
 def headline(result: report.Result) -> str:
@@ -393,15 +502,18 @@ def headline(result: report.Result) -> str:
 
 def texts(result: report.Result) -> dict[str, list[str]]:
     """Sentences and tables of the pages, from a result."""
-    return {"docs/benchmarks.md": [report.sentences(headline(result))]}
+    return {"docs/benchmarks.md": [report.sentences(headline(result)), short(result)]}
 
 
 EXAMPLES = [
     ("", "both networks on 1 to 16 devices, an hour"),
     ("--quick", "few layers and one epoch, to see that all works"),
     ("--only encoder --devices 1 8", "what compares with the published figure, ten minutes"),
-    ("--methods relay pipeline", "what needs one training only"),
-    ("--pages benchmarks/results/cpu", "train nothing: write the sentence of docs/benchmarks.md"),
+    ("--methods relay pipeline", "exact ones only"),
+    (
+        "--pages benchmarks/results/cpu",
+        "train nothing: write sentence and table of docs/benchmarks.md",
+    ),
 ]
 
 
@@ -418,11 +530,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--methods", nargs="+", metavar="TEXT", help="Only methods with one of these in their names."
     )  # fmt: skip
-    add_numbers(parser, ("--epochs", 6, "Number of epochs of each training (default: 6)."))
+    parser.add_argument(
+        "--epochs", type=positive, metavar="N",
+        help="Number of epochs of each training (default: 3 of the encoder, 6 of the dense network).",
+    )  # fmt: skip
     add_only(parser, "Only networks with one of these in their names: encoder, dense.")
     parser.add_argument(
+        "--add", action="store_true", help="Keep the rows of other networks of an earlier result."
+    )  # fmt: skip
+    parser.add_argument(
         "--pages", type=Path, metavar="FOLDER",
-        help="Train nothing. Write the sentence of docs/benchmarks.md from the result in this folder.",
+        help="Train nothing. Write sentence and table of docs/benchmarks.md from the result in this folder.",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     if options.pages:
@@ -438,6 +556,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tasks = [dataclasses.replace(task, layers=16, target=0.2) for task in tasks]
         options.epochs = 1
         options.devices = [count for count in options.devices if count <= 2]
+    emulation.set_devices(max(options.devices))
     for task in tasks:
         if wrong := [count for count in options.devices if task.layers % count]:
             parser.error(
@@ -453,6 +572,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         },
     }
     result = new_result("tunnel_training", TITLE, arguments, settings)
+    if options.add:
+        earlier = report.kept(folder, "tunnel_training")
+        names = {task.name for task in tasks}
+        result["rows"] = [
+            {"manifest": earlier["manifest"], **row}
+            for row in earlier["rows"]
+            if row["network"] not in names
+        ]
+        result["settings"]["times"] = earlier["settings"]["times"] | settings["times"]
     progress = Progress()
 
     def want(name: str) -> bool:
@@ -461,20 +589,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     paths = []
     for task in tasks:
 
-        def run(name: str, pair: Any, controlled: bool, task: Task = task) -> Training:
+        def run(method: Method, task: Task = task) -> Training:
+            title = f"{task.name}, {method.name}, {method.workers} devices"
+
             def show(shown: dict[str, Any]) -> None:
-                progress(f"{task.name}, {name}: step {shown['step']}")
+                progress(f"{title}: step {shown['step']}")
 
             show({"step": 0})  # which is compiled
-            return trained(task, pair, controlled=controlled, epochs=options.epochs, show=show)
+            return trained(task, method, epochs=options.epochs, show=show)
 
         for row in rows_of(task, emulated[task.name], options.devices, run, want):
-            result["rows"].append(report.rounded(row))
+            result["rows"] = sorted([*result["rows"], report.rounded(row)], key=_order)
             paths = report.save(report.rounded(result), folder, None, text)
-        jax.clear_caches()
     progress.clear()
     print(f"{table(result['rows'])}\n\n{LEGEND}\n\nWrote {', '.join(map(str, paths))}")
     return 0
+
+
+def _order(row: dict[str, Any]) -> tuple[int, int]:
+    return [task.name for task in TASKS].index(row["network"]), row["workers"]
 
 
 TITLE = "Trainings on several devices, in emulated time"

@@ -307,6 +307,23 @@ def test_products_with_hessians():
     assert relative_error(product(lp_jax.pipeline(f, mesh(3), in_axes=axes)), wanted) < 1e-12
 
 
+def test_reverse_mode_twice():
+    """It is refused over several devices, with what to do."""
+    f, axes, args = DENSE
+
+    def product(size):
+        piped = lp_jax.pipeline(f, mesh(size), in_axes=axes)
+        gradient = jax.grad(lambda args: total(piped(*args)))
+        return jax.grad(lambda args: total(gradient(args)))
+
+    with pytest.raises(ValueError, match=r"Reverse mode was applied twice .* over a mesh"):
+        jax.eval_shape(product(2), args)
+    exact = jax.grad(
+        lambda args: total(jax.grad(lambda args: total(jax.vmap(f, axes)(*args)))(args))
+    )
+    assert relative_error(product(1)(args), exact(args)) < 1e-12
+
+
 def test_a_second_call_compiles_nothing_and_donated_arrays_are_free():
     f, axes, (params, x) = DENSE
     loss = lambda params, x: total(lp_jax.pipeline(f, mesh(2), in_axes=axes)(params, x))  # noqa: E731

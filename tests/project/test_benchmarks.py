@@ -262,6 +262,25 @@ def test_memory_is_that_of_the_compiled_gradient():
     assert memory.longest(rows, 2000) == pytest.approx(100)
 
 
+def test_memory_of_a_pipeline_follows_its_formula():
+    """A device keeps as much more for more microbatches; with checkpoints an entering state."""
+    network, state = networks.dense(16, 8, 64), 64 * 16 * 4
+    few, many, again, more = (
+        memory.temporaries(network, way, microbatches, 2)
+        for way in memory.WAYS[2:]
+        for microbatches in (2, 6)
+    )
+    wanted = memory.formula("pipeline", 8, 6, 2) - memory.formula("pipeline", 8, 2, 2)
+    assert 0.7 * wanted < (many - few) / state < 2 * wanted
+    assert 0 < more - again < (many - few) / 2
+
+
+def test_the_kept_memory_of_a_pipeline_is_what_its_page_shows():
+    folder = ROOT / "benchmarks" / "results" / "cpu"
+    result = json.loads((folder / "memory_pipeline.json").read_text())
+    assert (folder / "memory_pipeline.md").read_text() == memory.piped_table(result)
+
+
 # --- profiles ------------------------------------------------------------------------------------------------------
 
 
