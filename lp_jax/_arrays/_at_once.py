@@ -111,6 +111,7 @@ class Processor:
     cache_bandwidth: float = math.inf  # bytes a second of this cache
     kernel: float  # to start a kernel in a loop over layers
     row_kernel: float  # the same for products of one row
+    operation: float = 0.0  # more for each operation of a layer, where they are seldom fused
     backward: float  # kernels of a layer's gradient, relative to those of its evaluation
     launch: float  # to start a kernel that evaluates several layers
     # more for each kernel of a layer in a batch, where products have a few rows
@@ -151,8 +152,9 @@ class Processor:
     def serial(self, layer: Footprint, steps: int) -> tuple[float, float]:
         """Seconds of serial propagation through ``steps`` layers: forward, and the further seconds of the gradient."""
         each = self.row_kernel if layer.one_row else self.kernel
+        each = each * layer.kernels + self.operation * layer.operations
         each *= self.unrolled if self.serial_unroll(layer) > 1 else 1.0
-        started = each * layer.kernels if layer.flops >= _UNROLL_FLOPS or self.wide else 0.0
+        started = each if layer.flops >= _UNROLL_FLOPS or self.wide else 0.0
         one = self.one(layer, steps=steps)
         return steps * (started + one), steps * (self.backward * started + 2 * one)
 
@@ -253,16 +255,17 @@ def _tpu(flops: float, bandwidth: float, vmem: float, link: float, clock: float)
         bandwidth=bandwidth / 2,
         cache_bytes=vmem / 2,
         cache_bandwidth=1.2 * bandwidth,
-        kernel=1090 / clock,
-        row_kernel=1090 / clock,
+        kernel=300 / clock,
+        row_kernel=300 / clock,
+        operation=300 / clock,
         backward=1.5,
         launch=2000 / clock,
         latency=2e-6,
         launches=False,
-        unroll_bytes=1e5,
+        unroll_bytes=1.5e5,
         unroll_kernels=3,
-        unrolled=0.6,
-        sum_passes=8,
+        unrolled=0.75,
+        sum_passes=16,
         link=link,
     )
 

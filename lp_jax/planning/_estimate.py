@@ -32,9 +32,9 @@ def _of_shapes(look: Callable[[Problem], Found], problem: Problem) -> Found:
 def estimate(problem: Problem, *, device: str | None = None) -> Machine:
     """Estimate a `Machine` from the operations of a layer's program, to a factor of a few; `calibrate` measures it.
 
-    Only shapes matter: the problem's arrays may be traced, or be `jax.ShapeDtypeStruct`. ``device`` is a part of
-    `jax.Device.device_kind`, such as "H100"; None means the device at hand. Messages take no time. On a CPU only ratios mean
-    anything.
+    Only shapes matter: the problem's arrays may be traced, or be `jax.ShapeDtypeStruct`. ``device`` is a kind with a data sheet,
+    such as "cpu", "H100" or "v5e", or what `jax.Device.device_kind` says of one; None means the device at hand. Messages take no
+    time. On a CPU only ratios mean anything.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -123,7 +123,8 @@ def default(problem: Problem, *, solver: Solver = Fastest()) -> Default:
 def assume(device: str | Processor) -> Iterator[None]:
     """Let the default choose for another device in solves that are traced in the ``with`` block.
 
-    ``device`` is a part of `jax.Device.device_kind`, of an accelerator whose data sheet is known. `default` has an example.
+    ``device`` is a kind with a data sheet, such as "H200" or "v5p", or what `jax.Device.device_kind` says of one. Others
+    raise a ValueError with the list. `default` has an example.
     """
     known = named(device) if isinstance(device, str) else device
     with asked(asked.value._replace(processor=known)):

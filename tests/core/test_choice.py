@@ -674,3 +674,63 @@ def test_the_name_may_stand_in_both_places():
     mixed = problem.solve(solver=FASTEST, adjoint_solver=lp_jax.Picard(sweeps=2))
     np.testing.assert_array_equal(twice.y1, mixed.y1)
     assert lp_jax.layer_slices(5, 2, FASTEST) == lp_jax.layer_slices(5, 2, lp_jax.Serial())
+
+
+# kernels, operations, bytes of operands and of states, flops and numbers of a layer, as `footprint` reads them
+OF_A_TPU = {
+    "dense, 8 wide": (
+        Footprint(296, 516, 1024.0, kernels=3, operations=6, numbers=257.0),
+        8,
+        "Picard",
+        8,
+    ),
+    "dense, 64 wide": (
+        Footprint(16_652, 16_644, 262_144.0, kernels=3, operations=6, numbers=8_257.0),
+        32,
+        "Serial",
+        8,
+    ),
+    "dense, 512 wide": (
+        Footprint(1_050_636, 1_050_628, 1.3e8, kernels=3, operations=6, numbers=5.2e5),
+        256,
+        "Serial",
+        1,
+    ),
+    "pre-norm block": (
+        Footprint(131_084, 98_304, 2.1e6, kernels=7, operations=28, numbers=74_144.0),
+        32,
+        "Serial",
+        1,
+    ),
+    "four dense layers with norms": (
+        Footprint(68_624, 24_584, 1.05e6, kernels=17, operations=97, numbers=69_832.0),
+        32,
+        "Picard",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_TPU)
+def test_a_tpu_unrolls_and_sweeps_where_the_compilers_cycles_say_so(name):
+    """What was best by the cycles that XLA counts for a v5e; a GPU unrolls everything. On a TPU turns are not launched."""
+    layer, examples, solver, unrolled = OF_A_TPU[name]
+    width = int(name.split(", ")[1].split()[0]) if "," in name else 64
+    v5e = processor("tpu", "TPU v5 lite")
+    at = Layers(
+        layer, 256, 1, v5e, state=4 * examples * width, examples=0, numbers=width, recurrent=False
+    )
+    pair, _ = choose(at)
+    assert (type(pair[0]).__name__, v5e.serial_unroll(layer)) == (solver, unrolled)
+    assert H200.serial_unroll(layer) == 8 and v5e.loop_unroll(4, lambda: None) == 1
+    assert v5e.at_once(layer, 256) == H200.at_once(layer, 256) == 256
+
+
+def test_a_scan_that_the_default_leaves_exact_is_still_solved_on_a_tpu():
+    """`parallel` leaves it on a CPU; elsewhere serial propagation may be unrolled."""
+    body, init, xs = dense(64, 128, 4)
+    f = lambda xs: jax.lax.scan(body, init, xs)[0]  # noqa: E731
+    with planning.assume("v5e"):
+        assert lp_jax.scans(f)(xs)[0].takes.startswith("Serial")
+        np.testing.assert_allclose(lp_jax.parallel(f)(xs), f(xs), rtol=1e-6)
+    assert lp_jax.scans(f)(xs)[0].takes.endswith("nothing is faster")
