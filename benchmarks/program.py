@@ -115,7 +115,6 @@ def contenders(network: str, layers: int, devices: int = 1) -> dict[str, Way]:
             coarsening=-(-layers // devices), coarse_step=lp_jax.Identity(), storage="all"
         )
         over_devices = {
-            DEFAULT: (None, None),
             f"pipeline, {devices} microbatches": Microbatches(devices),
             "identity, one interval each, 2/1": tuple(
                 dataclasses.replace(whole, iterations=n) for n in (2, 1)
@@ -131,14 +130,12 @@ def contenders(network: str, layers: int, devices: int = 1) -> dict[str, Way]:
     }
 
 
-def _of_default(network: Network, device: Any) -> tuple[Pair, str]:
+def _of_default(network: Network, mesh: Mesh) -> tuple[Pair, str]:
     """The default's solvers, with as many iterations as networks near an ODE take, and their name with the predicted time."""
+    device, comm = mesh.devices.flat[0], lp_jax.MeshComm(mesh) if mesh.size > 1 else None
+    problem = network.problem(network.weights, network.x, (lp_jax.Serial(), lp_jax.Serial()), comm)
     with planning.assume(processor(device.platform, device.device_kind)):
-        taken = planning.default(
-            lp_jax.Problem(
-                **network.problem(network.weights, network.x, (lp_jax.Serial(), lp_jax.Serial()))
-            )
-        )
+        taken = planning.default(lp_jax.Problem(**problem))
     pair = taken.solver, taken.adjoint_solver
     name = f"{type(pair[0]).__name__}, {1e3 * taken.seconds:.3g} ms predicted"
     usual = TYPICAL[type(pair[0]).__name__]
@@ -496,8 +493,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 {},
             )
             ways = _wanted(row, mesh.size, options)
-            if mesh.size == 1 and wanted(DEFAULT, options):
-                which, about = _of_default(network, mesh.devices.flat[0])
+            if wanted(DEFAULT, options):
+                which, about = _of_default(network, mesh)
                 ways[f"{DEFAULT}: {about}"] = which
             for each, which in ways.items():
                 progress(f"{title}: tracing {each}")

@@ -135,7 +135,9 @@ def march(level: Level) -> CPoints:
 
 def march_and_emit(level: Level, advance: Advance | None) -> tuple[CPoints, PyTree]:
     """Solve the level step after step. The results are those of `sweep` from exact C-points."""
-    if level.step is identity and level.factor == 1 and level.rhs is not None and advance is None:
+    if level.step is identity and level.factor == 1 and advance is None:
+        if level.rhs is None:  # every worker has y0, so that none waits for it
+            return _tree.repeat(level.y0, level.intervals), None
         return level.cumsum(level.rhs, level.y0), None
     if level.gathered is None:
         return level.workers.relay(_marcher(level, advance), level.y0, reverse=level.reverse)

@@ -48,13 +48,14 @@ def topology(name: str, **axes: int) -> Mesh:
         ValueError: if the compiler is missing or does not know the name, or the axes need more devices.
     """
     kind, _, count = name.lower().partition(":")
-    platform, named, options = "tpu", name.lower(), {}
     if kind in TARGETS:
         platform, named = "cuda", ""
         options = {"target_config": TARGETS[kind], "topology": f"1x1x{count or 1}"}
-    elif kind == "v4":
-        options = {"chip_config_name": "megacore"}  # its two cores are one device
-    os.environ.update(_NO_TPU | os.environ)
+    else:
+        platform, named = "tpu", name.lower()
+        # the two cores of a v4 are one device
+        options = {"chip_config_name": "megacore"} if kind == "v4" else {}
+        os.environ.update(_NO_TPU | os.environ)
     for attempt in itertools.count():
         try:
             devices = topologies.get_topology_desc(named, platform, **options).devices

@@ -219,6 +219,27 @@ def test_arrays_may_be_anywhere():
         np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
 
+def test_the_identity_is_not_passed_from_device_to_device():
+    """Its coarse problem is a prefix sum, and without a right-hand side no problem at all: messages grow as a logarithm."""
+    params, y0 = dense_params(16, 4), dense_state(3, 4)
+    solver = lp_jax.MGRIT(coarsening=2, iterations=2, coarse_step=lp_jax.Identity())
+
+    def gradient(params, y0, comm):
+        def loss(params):
+            return jnp.sum(lp_jax.solve(dense_step, params, y0, solver=solver, comm=comm).y1 ** 2)
+
+        return jax.grad(loss)(params)
+
+    program = jax.jit(gradient, static_argnums=2)
+    sent, wanted = {}, program(params, y0, None)
+    for workers in (2, 4, 8):
+        lowered = program.lower(params, y0, mesh(workers))
+        counts = collectives(compiled(lowered))
+        sent[workers] = sum(n for (kind, _), n in counts.items() if kind == "collective-permute")
+        assert relative_error(program(params, y0, mesh(workers)), wanted) < 1e-12
+    assert sent[8] - sent[4] <= sent[4] - sent[2], sent  # 10 and 8 with a chain through all devices
+
+
 @pytest.mark.parametrize(("relaxations", "sequential"), [(0, "gather"), (1, "relay")])
 def test_collectives(relaxations, sequential):
     """What algorithm.md section 6 implies: one state per relaxation, and the coarsest solve as chosen."""

@@ -33,8 +33,9 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTAL
 VALUE = re.compile(
     r"True|False|None|[-+\d\[('\"]"
 )  # how a comment begins that is a value, not a remark
-# test_extending.py and test_data*.py run these, which need files or look at what the examples define.
-ELSEWHERE = {"docs/extending.md", "docs/data.md"}
+# test_extending.py, test_data*.py and test_compiled.py run these, which need files, look at what the examples define, or compile
+# for accelerators.
+ELSEWHERE = {"docs/extending.md", "docs/data.md", "docs/accelerators.md"}
 # conftest.py has made the devices; probes of the planner shall not take their ten seconds.
 CHANGES = {
     'jax.config.update("jax_num_cpu_devices", 4)': "",
