@@ -365,11 +365,10 @@ def depths(_=None):
 @case
 @jax.numpy_dtype_promotion("standard")  # optax's Adam
 def grid(copies):
-    """Layers x data: three steps and a probe have the numbers of one device; states are gathered and scattered whole."""
+    """Layers x data: three steps have the numbers of one device; states are gathered and scattered whole."""
     import optax
 
     from lp_jax import train
-    from lp_jax.train._controller import gradient_error
 
     ranks = train.Ranks.grid(data=int(copies))
     n, width, batch = 12, 5, 8
@@ -395,7 +394,7 @@ def grid(copies):
         optimizer = optax.adam(0.01)
         state = train.init_state(params, optimizer)
         step_fn = train.make_train_step(loss_fn, optimizer, ranks=ranks)
-        seen = [gradient_error(loss_fn, params, batch, *solvers, ranks=ranks)]
+        seen = []
         for _ in range(3):
             state, metrics = step_fn(state, batch, *solvers)
             seen.append(metrics)

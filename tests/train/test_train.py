@@ -27,7 +27,6 @@ from problems import INJECT, dense_params, dense_state, dense_step, machine
 import lp_jax
 from lp_jax import train
 from lp_jax.train import _checkpoint
-from lp_jax.train._controller import gradient_error
 from lp_jax.train._divergence import convergence_warning
 
 # optax's Adam raises floats to an integer step count
@@ -117,31 +116,6 @@ def test_numbers_do_not_recompile_and_structure_does(state):
         state, _ = STEP_FN(state, batch, lp_jax.Picard(sweeps=sweeps, rtol=rtol), lp_jax.Serial())
         compiled.append(STEP_FN._cache_size())
     assert np.diff(compiled).tolist() == [1, 0, 0, 1]
-
-
-def test_gradient_error_is_the_distance_from_the_serial_gradient():
-    params, batch = initial_params(), next(batches(0))
-
-    def serial_loss(params):
-        h = 1.0 / LAYERS
-        y, _ = jax.lax.scan(
-            lambda y, p: (y + h * jnp.tanh(y @ p[0] + p[1][None]), None), batch[0], params["trunk"]
-        )
-        return jnp.mean((y @ params["closing"] - batch[1]) ** 2)
-
-    exact = jax.jit(jax.grad(serial_loss))(params)
-    solvers = lp_jax.Picard(sweeps=3), lp_jax.Picard(sweeps=2)
-    found = jax.jit(jax.grad(lambda p: loss_fn(p, batch, *solvers)[0]))(params)
-    norm, apart = optax.tree.norm, optax.tree.sub(found, exact)
-    error = gradient_error(loss_fn, params, batch, *solvers)
-    np.testing.assert_allclose(error.relative, norm(apart) / norm(exact), rtol=1e-8)
-    np.testing.assert_allclose(
-        error.cosine, optax.tree.vdot(found, exact) / norm(found) / norm(exact), rtol=1e-12
-    )
-    wanted = {name: norm(apart[name]) / norm(exact[name]) for name in ("trunk", "closing")}
-    chex.assert_trees_all_close(error.groups, wanted, rtol=1e-8)
-    assert error.relative > 1e-6  # the solvers were not so good that nothing was compared
-    assert gradient_error(loss_fn, params, batch, lp_jax.Serial()).relative == 0
 
 
 def test_fit_is_the_plain_loop(state):
