@@ -5,11 +5,11 @@ r"""A language model in Flax NNX with its layers and its batch over a 2 x 2 mesh
 trains a decoder of 24 blocks to predict the next character. It has what a larger training has: dropout, blocks that are
 computed again for the gradient (``nnx.remat``), products in bfloat16, clipped gradients, gradients that are accumulated over
 several batches, and checkpoints with the places of all arrays. Run the same line again after an interruption, or with more
-steps, and it goes on where the last checkpoint was taken, with the numbers of a run without a break.
+steps: it goes on from the last checkpoint, and its numbers are those of a run without a break.
 
-One line makes it a pipeline: ``nn.pipeline(loss, mesh, ...)``. Each of the two groups of devices holds 12 of the blocks, and
-the microbatches of a batch follow each other through them. The other axis of the mesh has the examples, and the compiler sums
-their gradients. The numbers are those of one device.
+One line makes it a pipeline: ``nn.pipeline(loss, mesh, ...)``. Each of two groups of devices holds 12 of the blocks, and the
+microbatches of a batch follow each other through them. The other axis of the mesh divides the examples, and the compiler sums
+their gradients. The numbers are those of one device, to the rounding of bfloat16.
 
 Without ``--text FILE`` the text is Python's own help, which every installation has.
 """
@@ -31,70 +31,57 @@ from orbax.checkpoint import v1 as ocp
 
 from lp_jax import nn
 
+SIZES = {"layers": 24, "width": 64, "heads": 4, "length": 64, "microbatches": 4, "examples": 4}
+RUN = {"accumulate": 2, "steps": 200, "save-every": 50}
+
 
 class Block(nnx.Module):
-    """One layer. Parameters and the state are float32, and products are bfloat16."""
+    """One layer. Its parameters and the state are float32, and its products bfloat16."""
 
-    def __init__(self, width, heads, dropout, rngs):
+    def __init__(self, width, heads, rngs):
         half = {"dtype": jnp.bfloat16, "rngs": rngs}
-        self.attention_norm, self.norm = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
+        self.before, self.between = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
         self.attention = nnx.MultiHeadAttention(heads, width, decode=False, **half)
-        self.up, self.down = (
-            nnx.Linear(width, 4 * width, **half),
-            nnx.Linear(4 * width, width, **half),
-        )
+        self.up = nnx.Linear(width, 4 * width, **half)
+        self.down = nnx.Linear(4 * width, width, **half)
         self.dropout = nnx.Dropout(
-            dropout
-        )  # its keys come with the call: a module in a pipeline stays as it is
+            0.1
+        )  # keys come with the call, as all microbatches share this module
 
     def __call__(self, x, key):
         keys = jax.random.split(key)
-        mask = nnx.make_causal_mask(x[..., 0])
-        y = self.attention(self.attention_norm(x), mask=mask)
+        y = self.attention(self.before(x), mask=nnx.make_causal_mask(x[..., 0]))
         x = x + self.dropout(y.astype(x.dtype), rngs=keys[0])
-        y = self.down(nnx.gelu(self.up(self.norm(x))))
+        y = self.down(nnx.gelu(self.up(self.between(x))))
         return x + self.dropout(y.astype(x.dtype), rngs=keys[1])
 
 
 class Model(nnx.Module):
-    """Blocks whose arrays have a first axis for the layers, as `nnx.scan` and checkpoints want them."""
+    """A decoder. The arrays of its blocks have a first axis for the layers, which `nnx.scan` runs through."""
 
-    def __init__(self, symbols, length, layers, width, heads, dropout, rngs):
-        self.embed, self.places = (nnx.Embed(n, width, rngs=rngs) for n in (symbols, length))
-
-        def make(key):
-            return Block(width, heads, dropout, nnx.Rngs(key))
-
-        self.blocks = nnx.vmap(make)(jax.random.split(rngs.params(), layers))
+    def __init__(self, symbols, args, rngs):
+        width = args.width
+        self.embed, self.places = (nnx.Embed(n, width, rngs=rngs) for n in (symbols, args.length))
+        blocks = nnx.vmap(lambda key: Block(width, args.heads, nnx.Rngs(key)))
+        self.blocks = blocks(jax.random.split(rngs.params(), args.layers))
         self.norm = nnx.LayerNorm(width, rngs=rngs)
         self.last = nnx.Linear(width, symbols, rngs=rngs)
-        self.layers = layers
+        self.layers = args.layers
 
     def __call__(self, tokens, key):
         @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
         @nnx.remat
-        def blocks(x, block, key):
+        def forward(x, block, key):
             return block(x, key)
 
         x = self.embed(tokens) + self.places(jnp.arange(tokens.shape[-1]))[None]
-        x = blocks(x, self.blocks, jax.random.split(key, self.layers))
-        return self.last(self.norm(x))
+        return self.last(self.norm(forward(x, self.blocks, jax.random.split(key, self.layers))))
 
 
 def loss(model, tokens, key):
     """Return the mean cross-entropy of the next characters of ``tokens``, ``(examples, length + 1)``."""
     scores = model(tokens[:, :-1], key)
     return optax.losses.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:]).mean()
-
-
-def read(path):
-    """Return a text as numbers, and how many symbols it has."""
-    if path is None:
-        text = "\n".join(topics.values())
-    else:
-        text = Path(path).read_text(encoding="utf-8")
-    symbols, numbers = np.unique(list(text), return_inverse=True)
-    return numbers.astype(np.int32), len(symbols)
 
 
 def place(mesh, module):
@@ -127,31 +114,23 @@ def restore(checkpoints, model, optimizer):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="A language model over a mesh of data and layers.")
-    parser.add_argument("--text", help="a file in UTF-8")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--length", type=int, default=64, help="characters of an example")
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--microbatches", type=int, default=4, help="of a batch, in the pipeline")
-    parser.add_argument("--examples", type=int, default=4, help="of a microbatch")
-    parser.add_argument("--accumulate", type=int, default=2, help="batches for one update")
-    parser.add_argument("--steps", type=int, default=200, help="batches in all")
-    parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--mesh", type=int, nargs=2, default=(2, 2), metavar=("DATA", "LAYERS"))
+    parser = argparse.ArgumentParser(description="A language model over a mesh.")
+    for name, value in (SIZES | RUN).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--text", type=Path, help="a file in UTF-8")
     parser.add_argument("--out", type=Path, default=Path("runs/lm"), help="folder of checkpoints")
     args = parser.parse_args(arguments)
 
-    text, symbols = read(args.text)
-    text, held_out = np.split(text, [-len(text) // 20])
-    sizes = symbols, args.length, args.layers, args.width, args.heads, args.dropout
-    model = Model(*sizes, rngs=nnx.Rngs(0))
+    text = "\n".join(topics.values()) if args.text is None else args.text.read_text("utf-8")
+    symbols, text = np.unique(list(text), return_inverse=True)
+    text, held_out = np.split(text.astype(np.int32), [-len(text) // 20])
+
+    model = Model(len(symbols), args, nnx.Rngs(0))
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, 1000)
     chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
     optimizer = nnx.Optimizer(model, optax.MultiSteps(chain, args.accumulate), wrt=nnx.Param)
 
-    mesh = jax.make_mesh(tuple(args.mesh), ("data", "layers"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 2), ("data", "layers"), axis_types=(AxisType.Auto,) * 2)
     place(mesh, model)
     place(mesh, optimizer)
     piped = nn.pipeline(loss, mesh, in_axes=(None, 0, 0))
@@ -166,7 +145,7 @@ def main(arguments=None):
         return value
 
     def batch(text, step):
-        """The examples depend on the step only, so that a run that goes on sees those of one without a break."""
+        """Return examples that depend on the step only, so that a run that goes on sees those of one without a break."""
         shape = args.microbatches, args.examples, 1
         starts = np.random.default_rng(step).integers(len(text) - args.length, size=shape)
         tokens = text[starts + np.arange(args.length + 1)]
@@ -180,10 +159,11 @@ def main(arguments=None):
             if step % args.save_every == 0 or step == args.steps:
                 checkpoints.save(step, arrays(model, optimizer), force=True)
 
-    (held_by, *_) = model.blocks.up.kernel[...].addressable_shards
-    print(f"weights on one device: {held_by.data.shape} of {model.blocks.up.kernel.shape}")
+    kernel = model.blocks.up.kernel[...]
+    print(f"weights on one device: {kernel.addressable_shards[0].data.shape} of {kernel.shape}")
     model.eval()  # no dropout
-    print(f"held out: loss {nnx.jit(mean)(model, batch(held_out, 0), jax.random.key(0)):.5f}")
+    value = nnx.jit(mean)(model, batch(held_out, 0), jax.random.key(0))
+    print(f"held out: loss {value:.5f}")
 
 
 if __name__ == "__main__":
