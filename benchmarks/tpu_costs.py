@@ -282,8 +282,9 @@ def chosen(network: Network, comm: Any = None) -> Choice:
 
 def iterations_of(pair: Pair) -> tuple[int, int]:
     """How often the default expects its loops to turn."""
-    if isinstance(pair[0], lp_jax.Newton):
-        return ITERATIONS[pair[0].jacobian]
+    jacobian = getattr(pair[0], "jacobian", None)
+    if jacobian is not None:
+        return ITERATIONS[jacobian]
     return tuple(typical(each.rtol) if each.has_tolerance else 1 for each in pair)
 
 
