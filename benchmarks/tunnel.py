@@ -10,6 +10,7 @@ planner does not know; "ideal" is a relay's, a pipeline's and data parallelism's
 """
 
 import argparse
+import collections
 import dataclasses
 import math
 import re
@@ -187,8 +188,9 @@ def text(result: report.Result) -> str:
 
 
 def longest(result: report.Result) -> list[dict[str, Any]]:
-    """The rows of the layers that take longest, which callbacks disturb least."""
-    most = max(row["milliseconds"] for row in result["rows"])
+    """The rows of the layers that were measured in most places; of these the longest, which callbacks disturb least."""
+    counts = collections.Counter(row["milliseconds"] for row in result["rows"])
+    most = max(counts, key=lambda milliseconds: (counts[milliseconds], milliseconds))
     return [row for row in result["rows"] if row["milliseconds"] == most]
 
 

@@ -105,6 +105,13 @@ def test_tunnel_end_to_end(tmp_path, capsys):
     assert "sweeps, 2/1" in tunnel.short(result) and "rounding" in tunnel.short(result)
 
 
+def test_pages_show_the_layers_that_were_measured_in_most_places():
+    """Of layers that were measured in as many places, the longest."""
+    rows = [{"milliseconds": time} for time in (10, 20, 20, 40)]
+    assert tunnel.longest({"rows": rows}) == rows[1:3]
+    assert tunnel.longest({"rows": rows[1:] + rows[3:]}) == [rows[3]] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(why_no_mpi() is not None, reason=f"MPI ranks: {why_no_mpi()}")
 def test_ranks_of_the_tunnel_share_the_layers(tmp_path):
