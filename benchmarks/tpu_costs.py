@@ -126,7 +126,8 @@ class Counted(NamedTuple):
 def counted(text: str, layers: int, iterations: tuple[int, int]) -> Counted:
     """Add up the cycles of a compiled program; loops of unknown length make ``iterations``, forward and adjoint.
 
-    Such a loop with a long loop inside is serial propagation after a tolerance that was not met, and makes none.
+    Such a loop with a long loop inside is serial propagation after a tolerance that was not met, and makes none. Without a
+    tolerance it is a part of a relay, in which one chip after the other makes a turn.
     """
     bodies: dict[str, list[str]] = {}
     current = entry = ""
@@ -181,7 +182,7 @@ def counted(text: str, layers: int, iterations: tuple[int, int]) -> Counted:
                 body, turns = _named("body", line), turns_of(line)
                 if turns is None:
                     unknown.append(line)
-                    fallback = longest(body) >= max(8, layers / 128)
+                    fallback = longest(body) >= max(8, layers / 128) and max(iterations) > 1
                     turns = 0 if fallback else iterations["_backward" in line]
                 add(total(body), turns)
             if " conditional(" in line:

@@ -65,9 +65,11 @@ def prepare(
         intervals = -(-rows // program.adjoint_stride)
         adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, intervals)
         adjoint_solver = adjoint_solver.resolve(layers, warm=True)
+    p = workers.processor
     exact = workers.size == 1 and solver.exact and adjoint_solver.exact
+    fused = not p.launches and p.serial_unroll(program.traced.footprint) > 1
     contracts = (
-        workers.processor.wide and program.traced.recurrent and solver.keeps_states
+        p.wide and program.traced.recurrent and solver.keeps_states and not fused
     )  # see `Serial`
     scan = exact and adjoint_guess is None and not contracts and piping is None
     relay = ""
