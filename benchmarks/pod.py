@@ -136,7 +136,7 @@ PANELS = (
 
 
 def draw(result: report.Result) -> Figure:
-    """Draw four quantities over the number of chips, weak scaling above strong scaling."""
+    """Draw four quantities over the number of chips, weak scaling above strong; without the default, whose cycles have a mark."""
     fig = report.figure(result, width=18, height=9)
     panels = fig.subplots(2, len(PANELS), squeeze=False)
     colours = dict(zip(NAMES, report.COLOURS.values(), strict=False))
@@ -145,12 +145,12 @@ def draw(result: report.Result) -> Figure:
     ):
         rows = [row for row in result["rows"] if kind in row["scalings"]]
         for ax, (what, value) in zip(line, PANELS, strict=True):
-            for number, name in enumerate(NAMES):
+            for number, name in enumerate(name for name in NAMES if name != "the default"):
                 points = [
                     (row["chips"], value(one))
                     for row in rows
                     for one in row["contenders"]
-                    if one["name"] == name
+                    if one["name"] == name and one["fits"]
                 ]
                 if points and any(y for _, y in points):
                     ax.plot(*zip(*points, strict=True), marker="os^DvP"[number], color=colours[name],
@@ -161,7 +161,8 @@ def draw(result: report.Result) -> Figure:
             ax.set_xticks(chips, [str(n) for n in chips])
             ax.minorticks_off()
             report.dress(ax, title=f"{title}: {what}", x="chips", y="")
-    panels[0][0].legend(fontsize=10, frameon=False)
+    lines, names = panels[0][0].get_legend_handles_labels()
+    fig.legend(lines, names, fontsize=10, frameon=False, ncols=len(names), loc="upper right")
     return fig
 
 

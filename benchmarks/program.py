@@ -61,8 +61,7 @@ two fifths of their peak, as small ones reach no more."""
 _CYCLES = (
     "Cycles are the compiler's own estimates of each kernel, times the turns of its loops. What a message takes to arrive is not "
     "in them. A loop of unknown length (marked +) counts as one turn; where a tolerance is met, no serial propagation follows. "
-    "In a relay one chip works at a time, so that its cycles are those of all chips in a row. Bytes are those of a chip's memory "
-    "and of what it keeps in its core."
+    "In a relay one chip works at a time, so that its cycles are those of all chips in a row."
 )
 _MODEL = (
     "Time by a model: a kernel takes its launch (1.4 us within a CUDA graph, 2.5 us alone), and its bytes at {bandwidth:.3g} "
@@ -271,8 +270,9 @@ def facts(program: Program, target: Target | None) -> dict[str, Any]:
         "alone": launches.alone if launches else None,
         "graphs": launches.graphs if launches else None,
         "in_graphs": launches.in_graphs if launches else None,
-        "bytes": program.nbytes,
-        "flops": program.flops,
+        # kernels of a TPU hold kernels, and its products are convolutions: neither is read
+        "bytes": program.nbytes if target else None,
+        "flops": program.flops if target else None,
         "kinds": program.kinds(),
         "products": [[*shape, times] for shape, times in program.products().items()],
         "loops": [loop._asdict() for loop in program.loops],
@@ -294,10 +294,9 @@ def table(result: dict[str, Any]) -> str:
     what = "training step" if settings["updates"] else "loss and gradient"
     lines = []
     for row in result["rows"]:
-        name = settings["target"].upper() if target else f"chips of {settings['target']}"
-        lines.append(
-            f"## {row['title']}, {what}, {settings['devices']} {'x ' * bool(target)}{name}"
-        )
+        number, name = settings["devices"], settings["target"]
+        where = f"{number} x {name.upper()}" if target else f"{number} of the chips of {name}"
+        lines.append(f"## {row['title']}, {what}, {where}")
         baseline = next(
             (one for one in row["contenders"] if one["name"].endswith("lax.scan, unroll=8")), None
         )
@@ -309,10 +308,12 @@ def table(result: dict[str, Any]) -> str:
                 cell |= {"alone": str(one["alone"]) + mark, "graphs": str(one["graphs"]) + mark}
             cell |= {
                 "loops: kernels x turns": _loops(one["loops"]),
-                "GB": report.number(one["bytes"] / 1e9, 3) + mark,
             }
             if target:
-                cell |= {"GFLOP": report.number(one["flops"] / 1e9, 3) + mark}
+                cell |= {
+                    "GB": report.number(one["bytes"] / 1e9, 3) + mark,
+                    "GFLOP": report.number(one["flops"] / 1e9, 3) + mark,
+                }
             else:
                 cell |= {
                     "messages": str(sum(one["collectives"].values())) + mark,

@@ -136,6 +136,15 @@ def tunnel():
     return report.picture(draw(json.loads(kept.read_text())))
 
 
+def pod():
+    """Return the file of the picture of rows of chips that benchmarks/pod.py keeps."""
+    from benchmarks import report
+    from benchmarks.pod import draw
+
+    kept = ROOT / "benchmarks" / "results" / "tpu" / "pod.json"
+    return report.picture(draw(json.loads(kept.read_text())))
+
+
 def gallery():
     """Yield the figures that the code of docs/gallery.md draws, by the name of the picture below it."""
     sys.path.insert(0, str(ROOT))
@@ -239,5 +248,6 @@ if __name__ == "__main__":
         figure.savefig(IMAGES / name)
     (IMAGES / "gpu_trainings.png").write_bytes(gpu_trainings())
     (IMAGES / "tunnel.png").write_bytes(tunnel())
+    (IMAGES / "pod.png").write_bytes(pod())
     if "--measure" in sys.argv[1:]:
         measure()

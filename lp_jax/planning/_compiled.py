@@ -82,7 +82,15 @@ def topology(name: str, **axes: int) -> Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What a program needs and does, by its compiled text: on each device, and with nothing run."""
+    """What a program needs and does, by its compiled text: on each device, and with nothing run. `compiled` makes it.
+
+    Example:
+        >>> from lp_jax import planning
+        >>> memory = {"arguments": 60 * 2**30, "outputs": 0, "temporaries": 2**30}
+        >>> found = planning.Compiled("NVIDIA H100 80GB HBM3", 8, memory, 0.75 * 79.1 * 2**30, 1.5)
+        >>> found.fits
+        False
+    """
 
     device: str
     """`jax.Device.device_kind`."""
