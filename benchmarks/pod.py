@@ -144,6 +144,7 @@ def draw(result: report.Result) -> Figure:
         panels, (("weak", "4 layers a chip"), ("strong", "1,024 layers")), strict=True
     ):
         rows = [row for row in result["rows"] if kind in row["scalings"]]
+        rows.sort(key=lambda row: row["chips"])
         for ax, (what, value) in zip(line, PANELS, strict=True):
             for number, name in enumerate(name for name in NAMES if name != "the default"):
                 points = [
