@@ -24,7 +24,7 @@ def arrays(path: StrPath, *, test_fraction: float = 0.2, seed: int = 0) -> Datas
 
     Returns:
         A `Dataset`. Inputs of one or two bytes are float32, or uint8 as they are; float32 and float64 stay, and longer integers
-        are float64: scale such inputs before they become float32, as the command does. For values, ``classes`` is 0.
+        are float64: scale such inputs before they become float32. For values, ``classes`` is 0.
 
     Raises:
         DataError: if the file cannot be read or has other arrays.
