@@ -559,7 +559,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     emulated = {task.name: task.machine(options.device) for task in tasks}
     settings = {
         "device": options.device,
-        "epochs": options.epochs,
+        "epochs": {task.name: options.epochs or task.epochs for task in tasks},
         "times": {
             name: [machine.seconds(kind, 1) for kind in KINDS] for name, machine in emulated.items()
         },
@@ -573,7 +573,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in earlier["rows"]
             if row["network"] not in names
         ]
-        result["settings"]["times"] = earlier["settings"]["times"] | settings["times"]
+        for part in ("epochs", "times"):
+            result["settings"][part] = earlier["settings"][part] | settings[part]
     progress = Progress()
 
     def want(name: str) -> bool:
