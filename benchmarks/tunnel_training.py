@@ -14,6 +14,7 @@ noise of a mini-batch asks for, or train by a relay where few do not do, and its
 import contextlib
 import dataclasses
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -453,7 +454,8 @@ def short(result: report.Result) -> str:
         words = (
             report.number(row["speedup"]) if row["speedup"] else f"ends at {row['accuracy']:.0%}"
         )
-        name = f"{row['network']} to {row['target']:.0%}: {row['method']}"
+        method = re.sub(r", \d+ microbatches", "", row["method"])  # as many as are fastest
+        name = f"{row['network']} to {row['target']:.0%}: {method}"
         lines.setdefault(name, {})[row["workers"]] = words
     lines[FIELD[0]] = {8: report.number(FIELD[1])}
     head = ["times as fast as one device", *(f"{count} devices" for count in counts)]
