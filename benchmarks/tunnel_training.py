@@ -14,6 +14,7 @@ noise of a mini-batch asks for, or train by a relay where few do not do, and its
 import contextlib
 import dataclasses
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -460,7 +461,8 @@ def short(result: report.Result) -> str:
         words = (
             report.number(row["speedup"]) if row["speedup"] else f"ends at {row['accuracy']:.0%}"
         )
-        name = f"{row['network']} to {row['target']:.0%}: {row['method']}"
+        method = re.sub(r", \d+ microbatches", "", row["method"])  # as many as are fastest
+        name = f"{row['network']} to {row['target']:.0%}: {method}"
         lines.setdefault(name, {})[row["workers"]] = words
     lines[FIELD[0]] = {8: report.number(FIELD[1])}
     head = ["times as fast as one device", *(f"{count} devices" for count in counts)]
@@ -566,7 +568,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     emulated = {task.name: task.machine(options.device) for task in tasks}
     settings = {
         "device": options.device,
-        "epochs": options.epochs,
+        "epochs": {task.name: options.epochs or task.epochs for task in tasks},
         "times": {
             name: [machine.seconds(kind, 1) for kind in KINDS] for name, machine in emulated.items()
         },
@@ -580,7 +582,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in earlier["rows"]
             if row["network"] not in names
         ]
-        result["settings"]["times"] = earlier["settings"]["times"] | settings["times"]
+        for part in ("epochs", "times"):
+            result["settings"][part] = earlier["settings"][part] | settings[part]
     progress = Progress()
 
     def want(name: str) -> bool:

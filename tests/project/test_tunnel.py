@@ -228,15 +228,15 @@ def test_every_method_of_a_training_is_a_row():
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_tunnel_training_end_to_end(tmp_path, capsys):
-    """Relay and pipeline are programs of two devices with the numbers of the scan; few cycles are not exact."""
+    """Programs of two devices have the numbers of the scan; so have two cycles over two intervals."""
     only = ["--only", "dense", "--methods", "relay", "pipeline", "2/1", "--devices", "1", "2"]
     assert tunnel_training.main(["--quick", *only, "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "tunnel_training.json").read_text())
     scan, relay, pipeline, few = result["rows"]
     assert [row["method"] for row in (scan, relay, few)] == [SCAN, RELAY, tunnel_training.FEW]
     assert relay["steps"] == pipeline["steps"] == scan["steps"] and scan["accuracy"] >= 0.2
-    assert max(relay["difference"], pipeline["difference"]) < 1e-5 < few["difference"]
-    assert few["cycles"] == 2 and relay["speedup"] == pytest.approx(1.2, rel=0.01)
+    assert max(row["difference"] for row in (relay, pipeline, few)) < 1e-5
+    assert few["cycles"] == 2 and 1 < relay["speedup"] < pipeline["speedup"]
     table = tunnel_training.table(result["rows"])
     assert table in (tmp_path / "tunnel_training.md").read_text()
     assert table in capsys.readouterr().out
