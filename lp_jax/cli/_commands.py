@@ -14,7 +14,9 @@ from lp_jax.cli._errors import CommandError
 from lp_jax.cli._menu import Parser
 
 _BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-_ABOUT = "Layer-parallel training of deep networks in JAX: all layers at once, by multigrid (MGRIT) or Picard sweeps."
+_ABOUT = """\
+Layer-parallel training of deep networks in JAX: all layers at once, by multigrid (MGRIT) or Picard
+sweeps."""
 _COMMANDS = {
     "demo": "Train one network in six ways, and compare the times to the same accuracy.",
     "plan": "Predict the time of layer-parallel training, and recommend a solver.",
@@ -98,8 +100,8 @@ def _suites() -> dict[str, str]:
     }
     if not suites:
         raise CommandError(
-            "the benchmarks come with the source and not with the package: clone the repository, and in its folder "
-            "pip install -e '.[bench]'."
+            "the benchmarks come with the source and not with the package: clone the repository, and "
+            "in its folder pip install -e '.[bench]'."
         )
     return {
         name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]

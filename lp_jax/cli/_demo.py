@@ -28,18 +28,20 @@ from lp_jax.train._types import Batch, Loss, LossFn
 from lp_jax.viz._style import GREY, dress, figure, legend, line_style
 
 ABOUT = """\
-Train a deep network on handwritten digits exactly, layer-parallel and depth by depth. A table compares the times to the same
-accuracy, with the reason below, and a picture draws them. This takes two minutes on two cores."""
+Train a deep network on handwritten digits exactly, layer-parallel and depth by depth. A table
+compares the times to the same accuracy, with the reason below, and a picture draws them. This takes
+two minutes on two cores."""
 
 SWEEPS = Picard(sweeps=3), Picard(sweeps=2)
 EXPLAINED = """\
-Times are those of training steps; compilation and evaluation are left out. The gradient error is relative to the exact
-gradient, in the first step and after the last one. The sizes were chosen: depth is what limits a network of many small layers
-and a small batch.
+Times are those of training steps; compilation and evaluation are left out. The gradient error is
+relative to the exact gradient, in the first step and after the last one. The sizes were chosen: depth
+is what limits a network of many small layers and a small batch.
   exact           Serial(): one layer after another, on one device
   data parallel   the same, each device with its share of every batch
   nested          exact; a quarter of the layers first, then half, then all
-  layer-parallel  Picard(sweeps=3), adjoint Picard(sweeps=2): every device evaluates all of its layers at once; rough: 1 and 1
+  layer-parallel  Picard(sweeps=3), adjoint Picard(sweeps=2): every device evaluates all of its
+                  layers at once; rough: 1 and 1
 """
 WIDTH, BATCH = 8, 8
 _MOST_WORKERS = 8
@@ -254,9 +256,10 @@ def race(
     """Draw the accuracy against the seconds of each training, with a marker where it reached the target."""
     fastest = min(numbers, key=lambda name: numbers[name]["seconds"])
     first = next(iter(numbers))
-    title = f"{fastest.capitalize()} training reaches {target:.1%} in {numbers[fastest]['seconds']:.3g} s"
+    seconds = {name: f"{row['seconds']:.3g} s" for name, row in numbers.items()}
+    title = f"{fastest.capitalize()} training reaches {target:.1%} in {seconds[fastest]}"
     if fastest != first:
-        title += f", {first} training in {numbers[first]['seconds']:.3g} s"
+        title += f", {first} training in {seconds[first]}"
     fig = figure(title)
     ax = fig.subplots()
     for i, (name, points) in enumerate(curves.items()):
@@ -305,7 +308,8 @@ def run(args: Sequence[str]) -> None:
     )
     out = Console(width=max(100, Console().width), markup=False, highlight=False, soft_wrap=True)
     out.print(
-        f"{layers} layers of {WIDTH} units on {task.steps * BATCH:,} digits an epoch, {task.epochs} epochs."
+        f"{layers} layers of {WIDTH} units on {task.steps * BATCH:,} digits an epoch, "
+        f"{task.epochs} epochs."
     )
     kind = jax.devices()[0].device_kind
     out.print(f"Devices: {workers} ({kind}), each with {layers // workers} layers.")
@@ -324,8 +328,9 @@ def run(args: Sequence[str]) -> None:
     serial = planning.training_step(Serial(), Serial(), layers)
     sweeps = planning.training_step(*SWEEPS, layers, workers=workers)
     out.print(
-        f"Why: an exact step is {serial.depth()} evaluations of one layer, one after another. A layer-parallel step is "
-        f"{sweeps.depth()} evaluations of {layers // workers} layers at once: 4 forward, 2 adjoint and the gradient.\n"
+        f"Why: an exact step is {serial.depth()} evaluations of one layer, one after another. A "
+        f"layer-parallel step is {sweeps.depth()} evaluations of {layers // workers} layers at once: "
+        "4 forward, 2 adjoint and the gradient.\n"
     )
     found = {"seed": options.seed, "workers": workers, "runs": numbers}
     summary.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -19,13 +19,15 @@ def run(problem: str, args: Sequence[str]) -> None:
     """Print the plan of the digits, or of a machine file."""
     about, call, told = {
         "digits": (
-            "Recommend a solver for a dense residual network that learns scikit-learn's digits, and predict its time. Nothing\n"
-            "is trained. For a network of your own: lp_jax.plan, or lp_jax.train.plan.",
+            "Recommend a solver for a dense residual network that learns scikit-learn's digits, and\n"
+            "predict its time. Nothing is trained. For a network of your own: lp_jax.plan, or\n"
+            "lp_jax.train.plan.",
             "--workers 8 --error 1e-3 --save machine.json",
             "for eight such devices, a closer gradient; keep what was measured",
         ),
         "machine": (
-            "Predict times from a machine file, which lp-jax plan digits --save FILE writes. Gradient errors stay unknown.",
+            "Predict times from a machine file, which lp-jax plan digits --save FILE writes. Gradient\n"
+            "errors stay unknown.",
             "machine.json --layers 1024",
             "of as many layers as those that were measured",
         ),
@@ -89,7 +91,10 @@ def _digits(parser: argparse.ArgumentParser, args: Sequence[str]) -> planning.Pl
     elif jax.device_count() >= workers > 1:
         devices = jax.devices()[:workers]
         comm = MeshComm(jax.make_mesh((workers,), ("layers",), (AxisType.Auto,), devices=devices))
-    doing = f"measuring layers, and the gradients of solvers that would be faster: {options.seconds:g} s, and compiling"
+    doing = (
+        "measuring layers, and the gradients of solvers that would be faster: "
+        f"{options.seconds:g} s, and compiling"
+    )
     with Console(stderr=True).status(doing):
         plan = train.plan(
             model,

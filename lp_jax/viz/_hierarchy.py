@@ -117,7 +117,7 @@ def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
         _row_label(
             ax,
             level,
-            f"level {level}\n{steps} steps, dt {'=' if layers % span == 0 else '≤'} {dt * span:.4g}",
+            f"level {level}\n{steps} steps, dt {'≤' if layers % span else '='} {dt * span:.4g}",
         )
         if end < layers:
             ax.text(1.02 * end, -level, "···", ha="left", va="center", fontsize=18, color=GREY)
@@ -299,13 +299,19 @@ def _(solver: Sweeps, layers: int) -> Described:
 
 @describe.register
 def _(solver: Windowed, layers: int) -> Described:
-    note = "sweeps go over one window after the other, the last one over all layers; each adds increments up"
+    note = (
+        "sweeps go over one window after the other, the last one over all layers; each adds "
+        "increments up"
+    )
     return Described(f"{layers} layers in {solver.windows} windows, {iterations(solver)}", note)
 
 
 @describe.register
 def _(solver: Newton, layers: int) -> Described:
-    note = "each iteration linearises every layer at once and solves the linear chain by a scan of logarithmic depth"
+    note = (
+        "each iteration linearises every layer at once and solves the linear chain by a scan of "
+        "logarithmic depth"
+    )
     return Described(f"{layers} layers at once, {summary(solver)}: no coarse level", note)
 
 

@@ -93,7 +93,8 @@ def schedule(
     there, back = timelines((solver, adjoint_solver), num_layers, workers)
     serially = sum(line.end for line in timelines((Serial(), Serial()), num_layers, 1))
     total = there.end + back.end
-    title = f"A training step in {total:g} layer evaluations on {numbered(workers, 'worker')}, {serially:g} serially"
+    on = numbered(workers, "worker")
+    title = f"A training step in {total:g} layer evaluations on {on}, {serially:g} serially"
     fig = figure(title, width=13, height=2.6 + min(6.5, 0.55 * (workers + 1)))
     ax = fig.subplots()
     for name, line, start in (("forward", there, 0.0), ("adjoint", back, there.end)):
@@ -130,8 +131,8 @@ def schedule(
         handles += ax.plot([], [], color=INK, marker="v", linewidth=1.4, label="message")
     legend(ax, "above", handles=handles, ncols=4, columnspacing=1.4)
     turns = "one after another" if solver.at_once in ("auto", 1) else "at once"
-    text = f"Forward: {summary(solver)}. Adjoint: {summary(adjoint_solver)}. A worker evaluates its layers {turns}; "
-    text += "messages take no time here."
+    text = f"Forward: {summary(solver)}. Adjoint: {summary(adjoint_solver)}. "
+    text += f"A worker evaluates its layers {turns}; messages take no time here."
     if "Newton iteration" in phases:
         text += " A Newton iteration is drawn as one evaluation, and takes more: its Jacobians."
     if not (solver.exact and adjoint_solver.exact):

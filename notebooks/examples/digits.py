@@ -86,14 +86,12 @@ def main():
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    (train_x, train_y), (test_x, test_y) = load(args.seed)
+    (train_x, train_y), (test_x, test_y) = load(seed=0)
     sizes = train_x.shape[1], args.width, args.layers, train_y.max() + 1
-    params = init(jax.random.key(args.seed), *sizes)
-    optimizer = optax.adam(args.learning_rate)
+    params = init(jax.random.key(0), *sizes)
+    optimizer = optax.adam(3e-3)
     state = optimizer.init(params)
 
     @jax.jit
@@ -106,7 +104,7 @@ def main():
     def answers_of(params, x):
         return jnp.argmax(logits_of(params, x), axis=1)
 
-    random = np.random.default_rng(args.seed)
+    random = np.random.default_rng(0)
     losses, accuracies = [], []
     for _ in track(range(args.epochs), description="training"):
         order = random.permutation(len(train_y))
