@@ -71,7 +71,6 @@ def dense(
 def convolutions(path: Path, *, width: int = 4) -> Learner:
     """Images of MNIST, with pixels from 0 to 1."""
     dataset = corpora.mnist(path)
-    dataset = dataset._replace(train_x=dataset.train_x.astype(np.float32) / np.float32(255))
     rngs = nnx.Rngs(0)
     *space, channels = dataset.shape
     opening = nn.ConvTransition(channels, width, kernel=(3, 3), factor=1, rngs=rngs)

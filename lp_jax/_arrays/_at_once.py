@@ -184,6 +184,10 @@ class Processor:
         fits &= layer.counted and not fused and layer.kernels <= self.unroll_kernels
         return _SOME if fits and layer.flops >= _UNROLL_FLOPS else 1
 
+    def contracts(self, layer: Footprint) -> bool:
+        """Whether gradients of weights that layers share are one product after the loop; JAX's own fuse in unrolled turns."""
+        return self.wide and (self.launches or self.serial_unroll(layer) == 1)
+
     def multiplies(self, flops: float) -> bool:
         """Whether to solve a chain of linear maps by products of maps, of ``flops`` each if known, and not map after map."""
         return self.wide or (isinstance(flops, int | float) and flops <= self.chain_flops)

@@ -65,12 +65,9 @@ def prepare(
         intervals = -(-rows // program.adjoint_stride)
         adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, intervals)
         adjoint_solver = adjoint_solver.resolve(layers, warm=True)
-    p = workers.processor
     exact = workers.size == 1 and solver.exact and adjoint_solver.exact
-    fused = not p.launches and p.serial_unroll(program.traced.footprint) > 1
-    contracts = (
-        p.wide and program.traced.recurrent and solver.keeps_states and not fused
-    )  # see `Serial`
+    contracts = workers.processor.contracts(program.traced.footprint)  # see `Serial`
+    contracts = contracts and program.traced.recurrent and solver.keeps_states
     scan = exact and adjoint_guess is None and not contracts and piping is None
     relay = ""
     if solver.in_turn and adjoint_solver.in_turn and adjoint_guess is None:
