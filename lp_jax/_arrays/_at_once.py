@@ -350,6 +350,18 @@ def processor(platform: str, kind: str = "") -> Processor:
     return found or (TPU if platform == "tpu" else ACCELERATOR)
 
 
+def at_hand(platform: str) -> Processor:
+    """Numbers of the devices of a platform; of an unknown kind where there are none, as when compiling for another machine."""
+    try:
+        devices = jax.devices(platform)
+    except RuntimeError:
+        return processor(platform)
+    found = processor(platform, devices[0].device_kind)
+    if len(devices) > 1:
+        found = dataclasses.replace(found, kernel_step=None)  # such a kernel is not partitioned
+    return found
+
+
 def named(device: str) -> Processor:
     """The numbers of a kind with a data sheet; other names are refused."""
     found = _known(device)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._at_once import Processor, footprint, processor
+from lp_jax._arrays._at_once import at_hand, footprint
 from lp_jax._arrays._outer import has_few
 from lp_jax._arrays._place import NO_MESH, automatic
 from lp_jax._arrays._products import exchanged_over
@@ -66,8 +66,8 @@ def prepare(
         adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, intervals)
         adjoint_solver = adjoint_solver.resolve(layers, warm=True)
     exact = workers.size == 1 and solver.exact and adjoint_solver.exact
-    contracts = workers.processor.contracts(program.traced.footprint)  # see `Serial`
-    contracts = contracts and program.traced.recurrent and solver.keeps_states
+    kept = program.traced.recurrent and solver.keeps_states  # see `Serial`
+    contracts = kept and workers.processor.contracts(program.traced.footprint)
     scan = exact and adjoint_guess is None and not contracts and piping is None
     relay = ""
     if solver.in_turn and adjoint_solver.in_turn and adjoint_guess is None:
@@ -146,7 +146,7 @@ def trace(
         (y0, shared), {name: str(np.asarray(t).tolist()) for name, t in times.items()}
     )
     workers = dataclasses.replace(
-        workers, processor=asked.value.processor or _processor(comm.platform)
+        workers, processor=asked.value.processor or at_hand(comm.platform)
     )
     solvers = [solver.resolve(steps) for solver in solvers]
     traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
@@ -288,18 +288,6 @@ def _single_example(
     except Exception:
         return None
     return (u, x) if signature(out) == signature(u) else None
-
-
-def _processor(platform: str) -> Processor:
-    """Numbers of the devices of a platform; of an unknown kind where there are none, as when compiling for another machine."""
-    try:
-        devices = jax.devices(platform)
-    except RuntimeError:
-        return processor(platform)
-    found = processor(platform, devices[0].device_kind)
-    return (
-        found if len(devices) == 1 else dataclasses.replace(found, kernel_step=None)
-    )  # it is not partitioned
 
 
 def _takes_exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:

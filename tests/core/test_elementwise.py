@@ -13,7 +13,7 @@ from networks import mesh
 
 import lp_jax
 from lp_jax import nn, planning, viz
-from lp_jax._arrays._at_once import processor
+from lp_jax._arrays._at_once import at_hand, processor
 from lp_jax._solvers import _elementwise
 from lp_jax._solvers._elementwise import Elementwise, intervals, split
 from lp_jax.planning._schedule import count
@@ -227,12 +227,10 @@ def test_where_the_default_takes_it():
 
 
 def test_a_node_of_several_devices_is_none_of_one(monkeypatch):
-    from lp_jax._programs import _traced
-
     device = type("Device", (), {"device_kind": "NVIDIA H200"})
     for number, there in ((1, True), (8, False)):
         monkeypatch.setattr(jax, "devices", lambda platform, number=number: [device] * number)
-        assert bool(_traced._processor("gpu").kernel_step) == there
+        assert bool(at_hand("gpu").kernel_step) == there
 
 
 def test_it_is_planned_and_described():
