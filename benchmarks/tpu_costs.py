@@ -291,9 +291,9 @@ def iterations_of(pair: Pair) -> tuple[int, int]:
 
 def table(result: dict[str, Any]) -> str:
     """A line for each row: cycles of the scan, of all others relative to it, and the prediction."""
-    names = list(dict.fromkeys(c["name"] for row in result["rows"] for c in row["contenders"]))
-    lines = [["", "scan, Mcycles", *names[1:], "default", "predicted / cycles"]]
-    lines[0].remove("default")
+    found = dict.fromkeys(c["name"] for row in result["rows"] for c in row["contenders"])
+    names = sorted(found, key=lambda name: (name != "scan", name == "default"))
+    lines = [["", "scan, Mcycles", *names[1:], "predicted / cycles"]]
     for row in result["rows"]:
         cycles = {c["name"]: c["cycles"] for c in row["contenders"]}
         ratios = [
@@ -383,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{title}: {each} {one['cycles'] / 1e6:.3f} M, unknown {one['unknown']}, "
                   f"{time.perf_counter() - start:.1f} s", flush=True)  # fmt: skip
         entry = {
-            "title": title, "sizes": [*sizes], "takes": type(choice.pair[0]).__name__,
+            "title": title, "sizes": [*sizes], "takes": str(choice.pair[0]).partition("(")[0],
             "pair": str(choice.pair), "footprint": choice.footprint._asdict(),
             "predicted_cycles": choice.seconds * clock, "serial_cycles": choice.scan_seconds * clock,
             "contenders": [*made.values()],

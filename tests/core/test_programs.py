@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lp_jax
-from benchmarks import hlo, networks, program
+from benchmarks import hlo, networks, program, tpu_costs
 from lp_jax import planning
 
 BENCHMARKS = Path(program.__file__).parent
@@ -168,3 +168,43 @@ def test_estimates_are_near_what_compiled_programs_count():
             assert 1 / 3 < predicted / one["model_seconds"] < 3, (row["title"], one["name"])
             compared += 1
     assert compared > 25
+
+
+A_TPUS = """HloModule m
+
+%count (p: (s32[])) -> pred[] {
+  %c = s32[]{:T(128)} constant(8)
+  ROOT %lt = pred[]{:T(512)} compare(%g, %c), direction=LT
+}
+
+%unmet (p: (s32[])) -> pred[] {
+  %c = s32[]{:T(128)} constant(32)
+  ROOT %and = pred[]{:T(512)} and(%g, %h)
+}
+
+%layer (p: (s32[])) -> (s32[]) {
+  %a = f32[8]{0} fusion(%p), kind=kLoop, backend_config={"window_config":{"estimated_cycles":"10"}}
+}
+
+%sweep (p: (s32[])) -> (s32[]) {
+  %b = f32[8]{0} fusion(%p), kind=kLoop, backend_config={"window_config":{"estimated_cycles":"1000"}}
+  %s = f32[8]{0} collective-permute-start(%b), source_target_pairs={{0,1}}
+}
+
+%serial (p: (s32[])) -> (s32[]) {
+  %w = (s32[]) while(%p), condition=%count, body=%layer
+}
+
+ENTRY %main (p: s32[]) -> s32[] {
+  %w = (s32[]) while(%t), condition=%count, body=%layer
+  %x = (s32[]) while(%t), condition=%unmet, body=%sweep
+  %y = (s32[]) while(%t), condition=%unmet, body=%sweep, metadata={op_name="jit(_backward)/while"}
+  %z = (s32[]) while(%t), condition=%unmet, body=%serial
+}
+"""
+
+
+def test_cycles_of_a_tpus_program():
+    """Loops by their turns: known ones, iterations forward and adjoint; no serial propagation after a tolerance that is met."""
+    assert tpu_costs.counted(A_TPUS, 8, (5, 3)) == (80 + 8_000, 8 + 8, {"collective-permute": 8}, 3)
+    assert tpu_costs.counted(A_TPUS, 8, (1, 1)).cycles == 80 + 2_000 + 80  # a relay's turns
