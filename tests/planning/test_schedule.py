@@ -49,6 +49,11 @@ SOLVERS = [
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=code)
+def test_the_code_of_a_solver_makes_it(solver):
+    assert eval(code(solver), {**vars(lp_jax), "inf": math.inf}) == solver
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=code)
 def test_work_is_that_of_the_program(solver):
     said, found = training_step(solver, solver, N, at_once=1), counted(N, solver, solver)
     assert said.work() == found.work
