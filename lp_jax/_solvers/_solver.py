@@ -5,6 +5,7 @@ A method from outside subclasses `Solver` or `CoarseStep`, as the built-in ones 
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -220,6 +221,14 @@ class Stats(NamedTuple):
         >>> stats = problem.solve(solver=lp_jax.Picard(sweeps=32, rtol=1e-3)).stats
         >>> int(stats.iterations), lp_jax.RESULTS[int(stats.result)]
         (6, 'done as asked')
+        >>> print(stats)
+        iteration  residual norm  factor
+                1      1.250e-01       –
+                2      7.132e-02   0.571
+                3      2.687e-02   0.377
+                4      7.243e-03   0.270
+                5      1.503e-03   0.208
+                6      2.517e-04   0.167
     """
 
     iterations: jax.Array
@@ -228,15 +237,34 @@ class Stats(NamedTuple):
 
     def __repr__(self) -> str:
         """Short text, if the values are numbers: not under a transformation, nor for a batch of solves."""
-        if isinstance(self.iterations, jax.core.Tracer) or jnp.ndim(self.iterations) != 0:
+        norms = self._measured
+        if norms is None:
             return f"Stats(iterations={self.iterations}, residual_norms={self.residual_norms})"
-        norms = [float(norm) for norm in self.residual_norms]
-        while norms and norms[-1] < 0:  # iterations that were not needed
-            norms.pop()
         shown = ["–" if norm < 0 else f"{norm:.3g}" for norm in norms[:12]] + ["..."] * (
             len(norms) > 12
         )
         return f"Stats(iterations={int(self.iterations)}, residual_norms=[{', '.join(shown)}])"
+
+    def __str__(self) -> str:
+        """The history: a line for each iteration, its residual norm and convergence factor, if the values are numbers."""
+        norms = self._measured
+        if not norms:
+            return repr(self)
+        lines = ["iteration  residual norm  factor"]
+        for number, (before, norm) in enumerate(itertools.pairwise([0.0, *norms]), 1):
+            factor = f"{norm / before:.3f}" if before > 0 and norm >= 0 else "–"
+            lines.append(f"{number:9}  {f'{norm:.3e}' if norm >= 0 else '–':>13}  {factor:>6}")
+        return "\n".join(lines)
+
+    @property
+    def _measured(self) -> list[float] | None:
+        """Residual norms of the iterations that were made; None where they are not numbers of a single solve."""
+        if isinstance(self.iterations, jax.core.Tracer) or jnp.ndim(self.iterations) != 0:
+            return None
+        norms = [float(norm) for norm in self.residual_norms]
+        while norms and norms[-1] < 0:  # iterations that were not needed
+            norms.pop()
+        return norms
 
 
 def solve_levels(solver: Solver, levels: Sequence[Level], guess: CPoints | None = None) -> CPoints:
