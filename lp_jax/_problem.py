@@ -97,14 +97,19 @@ class Problem(_inputs.Network):
         """Return the `Solution` and its pullback, as `lp_jax.solve_vjp` does; the arguments are the same."""
         here = jax.sharding.get_abstract_mesh()
         explicit = self.comm != OneDevice() and here.explicit_axes
+        if explicit and jax.__version_info__ >= (0, 11):
+            raise ValueError(
+                "solve_vjp inside jax.set_mesh with explicit axes works with jax 0.10 only. Call it outside of it, on the same "
+                "arrays; or take jax.vjp of lp_jax.solve."
+            )
         # types that hold places are left outside, and the results get places as those of `solve` have
         outside = functools.partial(jax.sharding.use_abstract_mesh, NO_MESH if explicit else here)
 
         def put(x: jax.Array, spec: PartitionSpec) -> jax.Array:
             return jax.sharding.reshard(x, NamedSharding(here, spec)) if explicit else x
 
-        program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
         with outside():
+            program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
             out, pull = program.vjp(arrays)
         if explicit:
             out = jax.tree.map(put, out, _partitions(program, arrays))
@@ -242,6 +247,9 @@ def solve_vjp(
         ``adjoint_trajectory``, the gradients with respect to the states that enter the intervals of the adjoint solver, leaves
         ``(ceil(N / m), ...)``: an ``adjoint_guess`` for the next solve, None where JAX differentiates a scan (`Serial` on one
         device). Values that ``step`` closes over get no gradient here.
+
+    Raises:
+        ValueError: as `solve`; and, from jax 0.11 on, over a mesh inside ``jax.set_mesh`` with explicit axes.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
