@@ -122,12 +122,7 @@ class Problem(_inputs.Network):
                 )
             stats = jax.tree.map(lambda x: put(x, PartitionSpec()), stats)
             arguments = (self.params, self.y0, self.shared, self.data)
-            cotangents = (
-                gradient.slices.params,
-                gradient.y0,
-                gradient.shared[0],
-                gradient.slices.data,
-            )
+            slices = gradient.slices
             cotangents = jax.tree.map(
                 lambda x, cotangent: (
                     np.zeros(jnp.shape(x), jax.dtypes.float0)
@@ -135,17 +130,13 @@ class Problem(_inputs.Network):
                     else put(cotangent, _spec(x))
                 ),
                 arguments,
-                cotangents,
+                (slices.params, gradient.y0, gradient.shared[0], slices.data),
             )
             params, y0, shared, data = _tree.sum_like(cotangents, arguments)
-            ended = (
-                jax.tree.map(
-                    lambda x, y: put(x, PartitionSpec(None, *_spec(y))), gradient.adjoint_guess, y1
-                )
-                if gradient.adjoint_guess is not None
-                else None
-            )
-            return Gradients(params, y0, shared, data, ended), stats
+            last = gradient.adjoint_guess
+            if last is not None:
+                last = jax.tree.map(lambda x, y: put(x, PartitionSpec(None, *_spec(y))), last, y1)
+            return Gradients(params, y0, shared, data, last), stats
 
         return Solution(y1, *rest, aux), pullback
 

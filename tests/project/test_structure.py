@@ -277,4 +277,4 @@ def test_the_package_does_not_grow():
     """
     sizes = house.sizes()
     assert sizes["tokens of code in lp_jax"] <= 137_100, sizes
-    assert sizes["tokens of code in the core"] <= 78_100, sizes
+    assert sizes["tokens of code in the core"] <= 78_200, sizes
