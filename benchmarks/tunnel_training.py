@@ -279,7 +279,7 @@ def trained(
     steps = len(dataset.train_y) // task.batch
     epochs = task.epochs if epochs is None else epochs
     optimizer = optax.adam(optax.cosine_decay_schedule(task.rate, steps * epochs))
-    tests, log = [(dataset.test_x, dataset.test_y)], train.Log(show)
+    tests, log = [(dataset.test_x, dataset.test_y)], train.Log(show=show)
 
     def batches(epoch: int) -> Iterator[Batch]:
         return data.batches(dataset, task.batch, seed=0, epoch=epoch)

@@ -153,7 +153,7 @@ class Task:
             train.Depth(layers, end - begin, *way.solvers)
             for layers, (begin, end) in zip(way.depths, itertools.pairwise(ends), strict=True)
         ]
-        log = train.Log(show)
+        log = train.Log(show=show)
         _, state, _ = train.nested(
             way.network(way.depths[0], self.seed),
             optimizer,

@@ -64,7 +64,7 @@ def main():
     with Progress() as progress:
         for name, (solvers, step_fn, state) in runs.items():
             bar = progress.add_task(name, total=args.steps)
-            log = train.Log(lambda row, bar=bar: progress.update(bar, completed=row["step"]))
+            log = train.Log(show=lambda row, bar=bar: progress.update(bar, completed=row["step"]))
             state, _ = train.fit(
                 step_fn,
                 state,

@@ -12,7 +12,6 @@ checkpoint, so the last row of a step is the one that counts. docs/nodes.md says
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import optax
@@ -58,11 +57,12 @@ def main():
         x = dataset.test_x[:300], dataset.test_y[:300]  # so many can be shared by the copies
         return train.evaluate(loss_fn, state.params, [ranks.local_batch(x)])._asdict()
 
+    args.folder.mkdir(parents=True, exist_ok=True)
+    rows = args.folder / "rows.jsonl" if ranks.is_root else None
+
     def show(row):
         if not ranks.is_root:
             return
-        with (args.folder / "rows.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
         if row["kind"] == "test":
             print(f"step {row['step']}: test accuracy {row['accuracy']:.1%}", flush=True)
         if row["kind"] == "warning":
@@ -85,7 +85,7 @@ def main():
                 solver=lp_jax.MGRIT(coarsening=4, iterations=2),
                 adjoint_solver=lp_jax.MGRIT(coarsening=4, iterations=1),
                 measures=[train.Every("test", steps, test)],
-                log=train.Log(show),
+                log=train.Log(rows, show=show),
                 checkpoints=checkpoints,
                 agree=ranks.agree,
             )

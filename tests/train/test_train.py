@@ -588,9 +588,18 @@ def test_a_second_signal_acts_at_once(state, request):
         run(state, 1, batches=impatient)
 
 
+def test_a_second_run_appends_to_the_file_of_a_log(tmp_path):
+    rows = []
+    for step in (1, 2):
+        log = train.Log(tmp_path / "rows", show=rows.append)
+        log.write(kind="train", step=step, loss=jnp.float32(0.5))
+    lines = (tmp_path / "rows").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows and len(log.rows) == 1 < len(rows)
+
+
 def test_a_log_holds_plain_numbers_and_shows_each_row_as_it_is_written():
     shown = []
-    log = train.Log(lambda row: shown.append(json.dumps(row)))
+    log = train.Log(show=lambda row: shown.append(json.dumps(row)))
     log.write(kind="train", step=1, a=jnp.float32(0.5), b=np.int64(3), c=True, d="text", e=None)
     row = {"kind": "train", "step": 1, "a": 0.5, "b": 3, "c": True, "d": "text", "e": None}
     assert log.rows == log.of("train") == [row] and shown == [json.dumps(row)]
