@@ -89,7 +89,7 @@ Way = Pair | int | Microbatches
 
 
 def contenders(network: str, layers: int, devices: int = 1) -> dict[str, Way]:
-    """What is compiled: a scan of so many layers to a turn, a pair of solvers, or a pipeline over several devices."""
+    """The programs to compile, by name: scans of so many layers to a turn, pairs of solvers, pipelines over several devices."""
     two: dict[str, Any] = {"coarsening": 16, "coarse_step": lp_jax.Picard(sweeps=1)}
     more = {
         "Picard, 8 sweeps": lp_jax.Picard(sweeps=8),
@@ -263,7 +263,7 @@ EXACT = "lax.scan, all of float32"
 
 
 def facts(program: Program, target: Target | None) -> dict[str, Any]:
-    """What is kept of a program."""
+    """The record of a program in the result."""
     launches = program.launches
     return {
         "kernels": program.launched,

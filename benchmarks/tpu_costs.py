@@ -115,7 +115,7 @@ NETWORKS: Mapping[str, Callable[..., Network]] = {**networks.NETWORKS, "block": 
 
 
 class Counted(NamedTuple):
-    """What is read off a program."""
+    """Counts of a compiled program."""
 
     cycles: float
     kernels: float
@@ -255,7 +255,7 @@ def lowered(network: Network, which: Pair | int | None, devices: Sequence[Any]) 
 
 
 class Choice(NamedTuple):
-    """What the default takes, and the seconds that it predicts."""
+    """The solvers that the default chooses, and the seconds that it predicts."""
 
     pair: Pair
     seconds: float

@@ -159,8 +159,12 @@ class Processor:
         return steps * (started + one), steps * (self.backward * started + 2 * one)
 
     def two_passes(self, layer: Footprint) -> bool:
-        """Whether a relay forms gradients apart from cotangents; on a CPU not those of products of few rows or flops."""
-        return self.wide or (not layer.few and layer.flops >= _APART_FLOPS)
+        """Whether a relay forms gradients apart from cotangents; on a CPU not those of products of few rows or flops.
+
+        Layers whose cost is not known, such as those with callbacks, may be as dear as any.
+        """
+        worth = not layer.few and layer.flops >= _APART_FLOPS
+        return self.wide or worth or not layer.counted
 
     def batch(self, layer: Footprint, steps: int) -> float:
         """Seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""

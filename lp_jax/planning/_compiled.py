@@ -22,13 +22,13 @@ from lp_jax.planning._estimate import assume
 from lp_jax.planning._hlo import COLLECTIVES, Text
 
 TARGETS = {path.stem: path.read_text() for path in (Path(__file__).parent / "targets").iterdir()}
-"""What XLA knows of a GPU, by its name."""
+"""A description of each GPU that XLA's compiler reads in place of the GPU, by its name."""
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
 }
-"""What libtpu would ask a TPU's host for."""
+"""Environment variables that libtpu reads, because it would ask a TPU's host for them otherwise."""
 _NO_KERNEL = re.compile(r"parameter|constant|tuple|get-tuple-element|bitcast|while|call|.*-done")
 
 
@@ -82,7 +82,7 @@ def topology(name: str, **axes: int) -> Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What a program needs and does, by its compiled text: on each device, and with nothing run. `compiled` makes it.
+    """Memory, messages and work of a compiled program on each device, read from its text: nothing was run. `compiled` makes it.
 
     Example:
         >>> from lp_jax import planning

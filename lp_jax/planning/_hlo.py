@@ -38,7 +38,7 @@ class Instruction(NamedTuple):
 
     @property
     def cycles(self) -> int:
-        """What the compiler of a TPU expects it to take; other compilers do not say."""
+        """Cycles that a TPU's compiler estimates for it; 0 from other compilers, which estimate none."""
         return self.number(r'"estimated_cycles":"(\d+)"') or 0
 
     def number(self, pattern: str) -> int | None:
@@ -47,7 +47,7 @@ class Instruction(NamedTuple):
         return int(found[1]) if found else None
 
     def attribute(self, name: str) -> str:
-        """What stands after ``name=`` within braces, or the name after its percent sign."""
+        """The value of the attribute ``name``: the list within its braces, or the name after its percent sign."""
         match = re.search(rf"\b{name}=(?:\{{([\d,]*)\}}|%([\w.\-]+))", self.rest)
         return (match[1] or match[2] or "") if match else ""
 

@@ -328,3 +328,17 @@ def test_an_unknown_kind_is_refused_by_name_and_generic_at_hand(kind):
     ):
         assert _at_once.processor(platform, kind) is generic
     assert _at_once.processor(platform, kind) is generic  # it is said once
+
+
+@pytest.mark.parametrize("rows", [1, 24])
+def test_a_relay_of_layers_of_unknown_cost_forms_gradients_apart(rows):
+    """Their callbacks may take any time, which all devices then spend at once; small layers that are known take one loop."""
+
+    def opaque(y, layer):
+        shape = jax.ShapeDtypeStruct(y.shape, y.dtype)
+        return jax.pure_callback(np.asarray, shape, dense_step(y, layer))
+
+    for step, apart in ((opaque, True), (dense_step, False)):
+        problem = lp_jax.Problem(step, PARAMS, dense_state(rows, WIDTH))
+        program, _ = trace(problem, (lp_jax.Serial(), lp_jax.Serial()))
+        assert CPU.two_passes(program.traced.footprint) == apart

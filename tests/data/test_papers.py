@@ -198,6 +198,7 @@ def test_real_series(shared_data, name, train, test, classes, lengths):
     assert min(n.min(), test_n.min()) == lengths[0] and max(n.max(), test_n.max()) == lengths[1]
     assert np.all(np.bincount(got.train_y) == train[0] // classes)
     inside = np.arange(train[1]) < n[:, None]
+    # sums of many numbers in float32
     np.testing.assert_allclose(x[inside].mean(0), 0, atol=1e-4)
     np.testing.assert_allclose(x[inside].std(0), 1, rtol=1e-4)
     assert np.all(x[~inside] == 0) and np.all(test_x[np.arange(train[1]) >= test_n[:, None]] == 0)

@@ -25,6 +25,7 @@ def test_the_heat_equation(tmp_path):
         factors, norms = numbers(r"e[-+]\d+ +(\d\.\d+)", part), numbers(r"\d +(\d\.\d+e\S+)", part)
         assert len(factors) == 5 and max(factors) < 0.9 and len(norms) == 6
         fell.append(norms[-1] / norms[0])
+        # the factors are printed with few digits, and five of them are multiplied
         np.testing.assert_allclose(np.prod(factors), fell[-1], rtol=0.1)
         assert numbers(r"at most (\S+)", part)[0] < norms[-1]
     assert len(set(fell)) == 3 and max(fell[1:]) < 0.1 * fell[0] < 0.01
@@ -59,6 +60,7 @@ def test_a_packed_sequence_sees_itself_only():
             ]
             alone = packed_gru.pack([x[which]], [y[which]], 16)
             expected = np.asarray(packed_gru.scores(params, alone[0], alone[2]))[0, : at.sum()]
+            # in float32, by Newton's method to a tolerance
             np.testing.assert_allclose(scores[row, at], expected, rtol=1e-4, atol=1e-5)
             found += 1
         assert found == sum(map(len, x)) and len(symbols) < len(x)

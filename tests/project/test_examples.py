@@ -93,6 +93,7 @@ def test_ranks_stop_together_and_one_rank_goes_on_to_the_same_numbers(tmp_path):
     assert "going on" not in said
     found, wanted = losses(folder), losses(whole)
     assert list(found) == list(wanted) == list(range(1, 7 * (step // 7 + 2) + 1))
+    # in float32; sums over two ranks and over one round differently, and training makes that grow
     np.testing.assert_allclose(
         list(found.values()), list(wanted.values()), rtol=1e-3
     )  # single precision
