@@ -151,6 +151,7 @@ def solve(
     data: Stacked = None,
     t0: Times = 0.0,
     t1: Times = 1.0,
+    steps: int | None = None,
     solver: Solver | None = None,
     adjoint_solver: Solver | None = None,
     guess: str | CPoints = "constant",
@@ -175,6 +176,7 @@ def solve(
         t0: time at which layer 0 starts, in units of your choice.
         t1: time at which the last layer ends; layer n spans ``[t0 + n h, t0 + (n+1) h]``, ``h = (t1 - t0) / N``. Or an
             array of N + 1 increasing times (then ``t0`` is not used). Differentiated where it is a JAX value.
+        steps: N, for a network without ``params`` and ``data``; ``layer.data`` is then the number of the layer.
         solver: `Picard`, `MGRIT`, `Newton` or `Serial`. None is for any network: the method that is predicted to be fastest by
             the cost of a layer on the device (`planning.default` says which). Sweeps go to a tolerance of 1e-3, of the adjoint
             to 1e-2, and may cost as much as serial propagation, which then decides. It is short for ``Fastest(rtol=1e-3)``, whose
@@ -210,7 +212,16 @@ def solve(
     """
     where = _inputs.comm(comm)
     problem = Problem(
-        step, params, y0, shared=shared, data=data, t0=t0, t1=t1, comm=where, has_aux=has_aux
+        step,
+        params,
+        y0,
+        shared=shared,
+        data=data,
+        t0=t0,
+        t1=t1,
+        steps=steps,
+        comm=where,
+        has_aux=has_aux,
     )
     return problem.solve(
         solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess

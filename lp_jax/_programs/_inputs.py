@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
+from lp_jax._arrays import _check
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step, Times
 from lp_jax._choice._fastest import Fastest
 from lp_jax._comms._comm import Comm, OneDevice
@@ -32,15 +33,23 @@ class Network:
     t1: Times = 1.0
     comm: Comm = None  # type: ignore[assignment]
     has_aux: bool = False
+    steps: dataclasses.InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, steps: int | None) -> None:
         if not callable(self.step):
             raise TypeError(f"step must be a function step(y, layer) -> y_next; got {self.step!r}.")
         object.__setattr__(self, "y0", state(self.y0))
         object.__setattr__(self, "comm", comm(self.comm))
         for name in ("params", "shared", "data"):
             object.__setattr__(self, name, arrays(getattr(self, name), name))
-        number_of_layers(self.params, self.data, one_worker=self.comm == OneDevice())
+        if steps is not None and not jax.tree.leaves((self.params, self.data)):
+            numbers = jnp.arange(_check.integer("steps", steps, least=1), dtype=jnp.int32)
+            object.__setattr__(self, "data", numbers)
+        found = number_of_layers(self.params, self.data, one_worker=self.comm == OneDevice())
+        if steps not in (None, found):
+            raise ValueError(
+                f"steps={steps}, and params and data have {found} layers; leave steps out."
+            )
 
     @property
     def layers(self) -> int:
@@ -125,7 +134,7 @@ def number_of_layers(params: PyTree, data: PyTree, *, one_worker: bool = True) -
     if not lengths:
         raise ValueError(
             "params and data have no arrays in them, so the number of layers is unknown; stack each layer's parameters (or "
-            "inputs) along a leading axis. A network without either can pass data=jnp.arange(N)."
+            "inputs) along a leading axis. For a network without either, pass its number of layers, steps=N."
         )
     if len(set(lengths.values())) > 1:
         different = ", ".join(f"{where}: {n}" for where, n in lengths.items())

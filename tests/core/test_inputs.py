@@ -46,7 +46,10 @@ DOWN = [0.0, 1, 2, 3, 2, 5, 6, 7, 8, 9, 10, 11, 12]
 REFUSED = [
     (ValueError, "params | one leading length | [0]: 12, params[1]: 11 | shared", UNEQUAL),
     (ValueError, "params | data | params[0]: 12 | data: 5", {"data": jnp.ones(5)}),
-    (ValueError, "params and data have no arrays | stack", {"params": ()}),
+    (ValueError, "params and data have no arrays | stack | steps=N", {"params": ()}),
+    (ValueError, "steps=11 | 12 layers | leave steps out", {"steps": 11}),
+    (ValueError, "steps must be at least 1; got 0", {"params": None, "steps": 0}),
+    (TypeError, "steps must be an integer", {"params": None, "steps": 12.0}),
     (ValueError, "params | leading length 0 | at least one layer", {"params": jnp.ones((0, 3))}),
     (ValueError, "params['w'] is a scalar | shared", {"params": {"w": jnp.ones(())}}),
     (TypeError, "params['activation'] is | equinox.partition", {"params": WITH_TANH}),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from compiled import compiled
 from launch import output
+from networks import mesh
 from problems import INJECT, dense_params, dense_state, dense_step
 from products import layer as plain
 
@@ -265,3 +266,29 @@ def test_a_guess_from_fewer_layers_saves_iterations(solver, count):
 def test_interpolation_that_is_refused(trajectory, count, message):
     with pytest.raises(ValueError, match=message):
         lp_jax.interpolate(jnp.ones(2), trajectory, count)
+
+
+@pytest.mark.parametrize("comm", [None, mesh(4)], ids=["device", "mesh"])
+@pytest.mark.parametrize("solver", [None, lp_jax.Serial(), lp_jax.MGRIT(iterations=16)], ids=repr)
+def test_a_problem_without_parameters_says_its_number_of_steps(solver, comm):
+    """Layers see their times and their numbers; the limit is the loop's, forward and back."""
+
+    def step(y, layer):
+        return y + layer.dt * (layer.t - y) + 0.01 * layer.data.astype(y.dtype)
+
+    def loss(y0):
+        problem = lp_jax.Problem(step, None, y0, t1=2.0, steps=32, comm=comm)
+        same = problem.replace(t1=jnp.asarray(2.0))
+        return jnp.sum(same.solve(solver=solver).y1), same.layers
+
+    def loop(y0):
+        y, dt = y0, 2.0 / 32
+        for n in range(32):
+            y = y + dt * (n * dt - y) + 0.01 * n
+        return jnp.sum(y)
+
+    (value, layers), gradient = jax.value_and_grad(loss, has_aux=True)(Y0)
+    wanted, wanted_gradient = jax.value_and_grad(loop)(Y0)
+    assert layers == 32
+    np.testing.assert_allclose(value, wanted, rtol=1e-12)
+    np.testing.assert_allclose(gradient, wanted_gradient, rtol=1e-12)
