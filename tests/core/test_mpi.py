@@ -42,7 +42,7 @@ def test_numbers_do_not_depend_on_the_number_of_ranks(job):
 
 
 def test_a_rank_that_raises_ends_the_job():
-    """One that is killed is in test_launch.py."""
+    """One that is killed is in tests/project/test_examples.py."""
     ended = launch.mpirun(2, SCRIPT, "fail", timeout=120)
     assert ended.code != 0, ended.output
     assert "layer at t > 0.5 has had enough" in ended.output
