@@ -50,6 +50,8 @@ def executed(path: Path) -> nbformat.NotebookNode:
     sys.path.insert(0, str(path.parent))
     from execute import execute
 
+    said = "it is kept in runs/notebooks until its cells change"
+    print(f"Executing notebooks/{path.name}, some minutes; {said}.", flush=True)
     return nbformat.read(execute(path, EXECUTED, cell_seconds=600), as_version=4)
 
 
