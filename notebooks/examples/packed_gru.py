@@ -2,14 +2,14 @@ r"""A bidirectional GRU over packed sequences, with resets and masks. A script t
 
     python notebooks/examples/packed_gru.py --length 128 --steps 200
 
-Short sequences stand one after another in rows of one length, so that little is padding. Three arrays say what is where:
-``segments``, the number of the sequence of each place, 0 in the padding; from it follow the places at which a sequence begins
-and at which it ends. A recurrent network reads a whole row. It takes its first state again wherever a sequence begins (read
-backwards: ends), so that no sequence sees another one, and padding changes nothing.
+Short sequences stand one after another in rows of one length, so that little is padding. Three arrays say what is where.
+``segments`` has the number of the sequence at each place, and 0 in the padding. From it follow the places at which a sequence
+begins and those at which it ends. A recurrent network reads a whole row. It takes its first state again wherever a sequence
+begins (or ends, if it reads backwards), so that no sequence sees another one, and padding changes nothing.
 
 The model is two ``lax.scan`` loops, one of them reversed. ``lp_jax.parallel`` solves both for all places at once, with
-Newton's method here, and the model does not know. The task needs both directions: of every symbol, is it the first symbol of
-its sequence, the last one, both, or neither?
+Newton's method here, and the code of the model does not change. The task needs both directions. It asks of every symbol
+whether it is the first symbol of its sequence, the last one, both, or neither.
 """
 
 import argparse

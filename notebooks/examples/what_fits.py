@@ -3,7 +3,7 @@
     JAX_PLATFORMS=cpu python notebooks/examples/what_fits.py v5e:2x4
 
 compiles the gradient of one loss for a row of accelerators, spread in five ways, and prints what each device needs, sends and
-does. Put your own ``loss(params, x)``, a mean over examples, and its shapes in the place of those below. Nothing is run, so that
+does. Put your own ``loss(params, x)``, a mean over examples, and its shapes in the place of those below. Nothing is run, so
 shapes are enough.
 
 | Way | On each device |
