@@ -85,8 +85,10 @@ class DenseResidual(nnx.Module):
         dtype: DTypeLike | None = None,
         **options: Any,
     ):
-        linear: Callable[[int, int], nnx.Linear]
-        linear = functools.partial(nnx.Linear, dtype=dtype, **options)
+
+        def linear(inputs: int, outputs: int) -> nnx.Linear:
+            return nnx.Linear(inputs, outputs, dtype=dtype, **options)
+
         self.norm = make_norm(norm, ("layer", "batch"), width, **options)
         self.inner = linear(width, width if hidden is None else hidden)
         self.outer = nnx.identity if hidden is None else linear(hidden, width)
