@@ -74,22 +74,17 @@ def read(
         ("adjoint", _HIDDEN),
         ("gradient", 1),
     ):
+        # The program says how many evaluations there are, and how many wait for each other: batches as even as can be.
         work = int(cost_of(program, terms).flops / (2 * _STATE * _HIDDEN))
-        number = max(int(depth_of(program, terms)), math.ceil(work / mine))
-        if number:  # as even as can be
-            size, more = divmod(work, number)
-            events += batches("sweep", kind, number - more, size, at_once)
-            events += batches("sweep", kind, more, size + 1, at_once)
+        number = max(1, int(depth_of(program, terms)), math.ceil(work / mine))
+        size, more = divmod(work, number)
+        events += batches("sweep", kind, number - more, size, at_once)
+        events += batches("sweep", kind, more, size + 1, at_once)
     if workers == 1:
         return Schedule(events)
-    messages = int(depth_of(program, _MESSAGE))
-    reductions = int(cost_of(program, _REDUCTION).flops / (2 * _REDUCTION))
-    each = [event._replace(times=1) for event in events for _ in range(event.times)]
-    spread = []
-    for number, batch in enumerate(each, 1):  # messages between the batches, as even as can be
-        due = number * messages // len(each) - (number - 1) * messages // len(each)
-        spread += [batch, *[Event(batch.phase, "message", due, 0)] * (due > 0)]
-    return Schedule(spread, reductions)
+    # Nothing says between which batches the messages are, so they follow all of them.
+    events.append(Event("sweep", "message", int(depth_of(program, _MESSAGE)), 0))
+    return Schedule(events, int(cost_of(program, _REDUCTION).flops / (2 * _REDUCTION)))
 
 
 def _step(y: State, layer: Layer) -> State:

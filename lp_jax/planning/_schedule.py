@@ -1,6 +1,5 @@
 """Count a solver's evaluations and messages: the library's own by formulas along its path, others by reading the program."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -121,8 +120,7 @@ def _extend(stops: list[Stop], more: Sequence[Stop]) -> None:
     stops.extend(more)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Chain:
+class _Chain(NamedTuple):
     """A chain of steps in a forward or adjoint solve. Its methods add what is done with it to ``events``."""
 
     layers: int  # steps of the chain, on all workers
@@ -141,9 +139,6 @@ class _Chain:
     def mine(self) -> int:
         """Number of steps on the busiest worker, those that only pad its last unit included."""
         return math.ceil(math.ceil(self.layers / self.unit) / self.workers) * self.unit
-
-    def during(self, phase: str) -> "_Chain":
-        return dataclasses.replace(self, phase=phase)
 
     def add(self, kind: str, count: int, layers: int) -> None:
         self.events.extend(batches(self.phase, kind, count, layers, self.at_once, self.in_turn))
@@ -167,13 +162,13 @@ class _Chain:
     def evaluate_again(self, count: int, places: int) -> None:
         """Forward evaluations for states that the adjoint solve lacks."""
         if self.adjoint and not self.kept:
-            self.during("states again").add("forward", count, places)
+            self._replace(phase="states again").add("forward", count, places)
 
     def evaluate_last(self) -> None:
         """The last evaluation of a solver with a state after every layer: it linearises, or forms the gradient."""
         if self.step is not None or not (self.adjoint or self.kept):
             return
-        last = self.during("final sweep")
+        last = self._replace(phase="final sweep")
         last.send(1)
         for kind in ["linearise"] * (not self.kept) + ["gradient"] if self.adjoint else ["forward"]:
             last.add(kind, 1, self.mine)
@@ -201,18 +196,18 @@ def _record(solver: Solver, chain: _Chain) -> None:
 def _(solver: Serial | Elementwise, chain: _Chain) -> None:
     phase = "propagation" if chain.step is None else chain.phase
     finest, later = chain.step is None, chain.kept and solver.in_turn
-    in_turn = dataclasses.replace(chain, in_turn=True, phase=phase)
+    in_turn = chain._replace(in_turn=True, phase=phase)
     in_turn.evaluate(chain.layers, 1, gradient=finest and not later)
     in_turn.send(chain.workers - 1)
     if finest and later and chain.adjoint:  # on all workers at once
-        chain.during("gradient").add("gradient", chain.mine, 1)
+        chain._replace(phase="gradient").add("gradient", chain.mine, 1)
 
 
 @_record.register
 def _(solver: Windowed, chain: _Chain) -> None:
     span = solver.unit(chain.layers)
-    chain = dataclasses.replace(chain, unit=span)
-    in_turn = dataclasses.replace(chain, in_turn=True)
+    chain = chain._replace(unit=span)
+    in_turn = chain._replace(in_turn=True)
     in_turn.evaluate(-(-chain.layers // span) * (solver.sweeps - 1), span)
     in_turn.send(chain.workers - 1)
     chain.send(1)
@@ -236,11 +231,11 @@ def _(solver: Newton, chain: _Chain) -> None:
     if chain.step is not None:
         raise NotImplementedError
     if solver.at_once == "auto":  # an iteration holds the Jacobians of all layers anyway
-        chain = dataclasses.replace(chain, at_once=math.inf)
+        chain = chain._replace(at_once=math.inf)
     for _ in range(min(solver.relaxations, chain.layers)):
         chain.evaluate(1, chain.mine)
         chain.send(1)
-    iteration = chain.during("Newton iteration")
+    iteration = chain._replace(phase="Newton iteration")
     for _ in range(solver.iterations):
         if solver.jacobian == "full":
             iteration.add("newton", 1, chain.mine)
@@ -259,12 +254,12 @@ def _(solver: MGRIT, chain: _Chain) -> None:
     for cascade, times in ((solver.start == "cascade", 1), (False, solver.iterations - 1)):
         once: list[Event] = []
         stops = cycle_stops(labels, solver.cycle, cascade=cascade)
-        _record_stops(solver, dataclasses.replace(chain, events=once), grid, stops)
+        _record_stops(solver, chain._replace(events=once), grid, stops)
         chain.events.extend(times * once)
     intervals = busiest(grid, 0, chain.workers)
     factor = grid[0][1]
     chain.evaluate_again(factor - 1, intervals)
-    last = chain.during("final sweep")
+    last = chain._replace(phase="final sweep")
     last.evaluate(factor, intervals, gradient=True)
     last.send(1)
 
@@ -278,20 +273,20 @@ def _record_stops(
     levels = [chain]
     for (_, factor), (steps, _) in itertools.pairwise(grid):
         span *= factor
-        levels.append(dataclasses.replace(chain, layers=steps, step=step, span=span))
+        levels.append(chain._replace(layers=steps, step=step, span=span))
     for stop, following in zip(stops, [*stops[1:], None], strict=True):
         at = stop.level
         level = levels[stop.level]
         factor = grid[stop.level][1]
         intervals = busiest(grid, at, chain.workers)
         if stop.label == "solve":
-            solve = level.during("coarse solve")
+            solve = level._replace(phase="coarse solve")
             if step == Identity():
                 solve.send(prefix_messages(chain.workers))
             else:
                 _record(solver.coarsest, solve)
         elif following is not None and following.level > at:  # down
-            relaxed = level.during("coarse relaxation" if at else "relaxation")
+            relaxed = level._replace(phase="coarse relaxation" if at else "relaxation")
             for _ in range(stop.label.count("F")):
                 if at == 0 and level.at_once < max(
                     2, intervals
@@ -299,8 +294,8 @@ def _record_stops(
                     level.evaluate_again(factor - 1, intervals)
                 relaxed.evaluate(factor, intervals)
                 relaxed.send(1)
-            levels[at + 1].during("coarse right-hand side").evaluate(1, intervals)
+            levels[at + 1]._replace(phase="coarse right-hand side").evaluate(1, intervals)
         elif at > 0:  # up
-            corrected = level.during("correction")
+            corrected = level._replace(phase="correction")
             corrected.evaluate(factor - 1, intervals)
             corrected.send(1)
