@@ -20,6 +20,7 @@ from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax._solvers._sweeps import Picard
+from lp_jax.planning._estimate import estimate
 from lp_jax.planning._measure import (
     Deadline,
     announce,
@@ -213,11 +214,9 @@ def diagnose(
     deadline = Deadline(seconds)
     size = problem.comm.size
     problem = problem.replace(comm=None)
-    program, _ = trace(problem, (Serial(),))
-    processor = program.workers.processor
-    layer = program.traced.footprint
-    sweep = processor.batch(layer, math.ceil(problem.layers / size))
-    serial = sum(processor.serial(layer, problem.layers))
+    machine = estimate(problem)
+    sweep = machine.seconds("forward", math.ceil(problem.layers / size))
+    serial = problem.layers * sum(machine.per_layer)
     problem = few(problem, examples)
     if cotangent is not None:
         cotangent = jax.tree.map(

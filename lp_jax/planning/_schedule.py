@@ -1,15 +1,22 @@
-"""Count a solver's evaluations and messages: the library's own by formulas along its path, others by reading the program."""
+"""Count a solver's evaluations and messages by formulas, along its path through the levels.
+
+A plan counts hundreds of solvers, so nothing is traced here, except for plain functions as coarse steps.
+"""
 
 import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 
+from lp_jax._arrays._products import live
+from lp_jax._arrays._types import Layer, PyTree
+from lp_jax._choice._cost import cost_of, depth_of
 from lp_jax._levels._relax import at_level, per_level
-from lp_jax._solvers._coarse_step import CoarseStep, Identity, Rediscretize
+from lp_jax._solvers._coarse_step import CoarseStep, Identity, PerInterval
 from lp_jax._solvers._cycle import VISITS
 from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._mgrit import MGRIT
@@ -17,8 +24,7 @@ from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax._solvers._sweeps import Sweeps, Windowed
-from lp_jax.planning._read import read
-from lp_jax.planning._solvers import busiest, most_at_once, with_effort
+from lp_jax.planning._solvers import busiest, most_at_once
 from lp_jax.planning._work import Event, Schedule, batches, prefix_messages
 
 
@@ -48,19 +54,14 @@ def count(
     adjoint: bool = False,
 ) -> Schedule:
     """Count a forward solve, or an adjoint solve with the gradient; ``kept``: the forward solve keeps linearisations."""
-    events: list[Event] = []
     solver = solver.resolve(layers)
     most = most_at_once(solver, at_once)
     chain = _Chain(
-        layers=layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint, events=events
+        layers=layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint, events=[]
     )
-    try:
-        _record(solver, chain)
-    except NotImplementedError:
-        fixed = with_effort(solver, solver.iterations) if solver.has_tolerance else solver
-        hashable = jax.tree.map(lambda x: x.item() if isinstance(x, jax.Array) else x, fixed)
-        return read(hashable, layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint)
-    return Schedule(events, 2 if workers > 1 else 0)  # the last state, and the residual norms
+    _record(solver, chain)
+    # the last state, and the residual norms
+    return Schedule(chain.events, 2 if workers > 1 else 0)
 
 
 class Stop(NamedTuple):
@@ -72,24 +73,27 @@ class Stop(NamedTuple):
     title: str = ""  # name of that iteration
 
 
-def relaxations(solver: MGRIT, levels: int) -> tuple[str, ...]:
-    """Return the label of the relaxation on every level: "FCF", or the name of a function."""
-    each = (at_level(per_level(solver.relaxation), level) for level in range(levels))
-    return tuple(getattr(relaxation, "__name__", str(relaxation)) for relaxation in each)
+def _relaxations(solver: MGRIT, levels: int) -> list[Any]:
+    """Return the relaxation on every level: a word like "FCF", or a function."""
+    return [at_level(per_level(solver.relaxation), level) for level in range(levels)]
+
+
+def _kind(solver: MGRIT) -> str:
+    """Return the kind of cycle. A function is drawn and counted as if it went down and up once."""
+    return "V" if callable(solver.cycle) else solver.cycle
 
 
 def path(solver: MGRIT, steps: int, iterations: int) -> list[Stop]:
     """Return the stops of ``iterations`` cycles and the final sweep; successive stops on one level are merged."""
     stops: list[Stop] = []
-    labels = relaxations(solver, len(solver.grid(steps)))
+    relaxations = _relaxations(solver, len(solver.grid(steps)))
+    labels = tuple(getattr(relaxation, "__name__", str(relaxation)) for relaxation in relaxations)
+    name = f"{solver.cycle}-cycle"
+    if callable(solver.cycle):
+        name = getattr(solver.cycle, "__name__", "a cycle of its own")
     for iteration in range(1, iterations + 1):
         first = solver.start == "cascade" and iteration == 1
-        kind = solver.cycle
-        name = f"{solver.cycle}-cycle"
-        if callable(kind):  # drawn as if it went down and up once
-            kind = "V"
-            name = getattr(solver.cycle, "__name__", "a cycle of its own")
-        begin, *rest = cycle_stops(labels, kind, cascade=first)
+        begin, *rest = cycle_stops(labels, _kind(solver), cascade=first)
         title = "coarse to fine" if first else name
         _extend(stops, [begin._replace(iteration=iteration, title=title), *rest])
     _extend(stops, [Stop(0, "FC")])
@@ -173,23 +177,61 @@ class _Chain(NamedTuple):
         for kind in ["linearise"] * (not self.kept) + ["gradient"] if self.adjoint else ["forward"]:
             last.add(kind, 1, self.mine)
 
+    def finish(self, factor: int, intervals: int) -> None:
+        """The final sweep of a solver with states at C-points, through intervals of ``factor`` layers."""
+        self.evaluate_again(factor - 1, intervals)
+        last = self._replace(phase="final sweep")
+        last.evaluate(factor, intervals, gradient=self.step is None)
+        last.send(1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_function(function: Callable[..., PyTree], span: int) -> tuple[int, int]:
+    """Count the evaluations that a plain function makes: it is traced with a step that is one product of three terms."""
+
+    def traced(y: jax.Array, matrices: jax.Array) -> PyTree:
+        index = jnp.arange(span, dtype=jnp.int32)
+        times = index.astype(y.dtype)
+        layers = Layer(matrices, None, None, times, times, index, None)  # type: ignore[arg-type]
+        return function(lambda y, layer: y + jnp.sum(layer.params @ y), y, layers)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3,), (span, 5, 3))]
+    program = live(jax.make_jaxpr(traced)(*shapes).jaxpr)
+    depth = int(depth_of(program, 3))
+    work = cost_of(program, 3).flops / (2 * 5 * 3)
+    return depth, math.ceil(work / max(1, depth))
+
 
 @functools.singledispatch
 def _evaluations(step: CoarseStep | None, span: int) -> tuple[int, int]:
     """Evaluations of layers that a step of ``span`` layers makes, one after the other, and the layers in each."""
-    raise NotImplementedError
+    return 1, 1
 
 
-_evaluations.register(Rediscretize | None, lambda step, span: (1, 1))
 _evaluations.register(Identity, lambda step, span: (0, 0))
+_evaluations.register(PerInterval, lambda step, span: _of_function(step.function, span))
 _evaluations.register(Sweeps, lambda step, span: (step.sweeps, span))
 _evaluations.register(Serial | Elementwise, lambda step, span: (span, 1))
 
 
+@_evaluations.register
+def _(step: Solver, span: int) -> tuple[int, int]:
+    stride = step.stride(span)
+    return (step.iterations + 1) * stride, math.ceil(span / stride)  # with a final sweep
+
+
 @functools.singledispatch
 def _record(solver: Solver, chain: _Chain) -> None:
-    """Add the work of a solve, including its last sweep and the gradient."""
-    raise NotImplementedError
+    """Add the work of a solve, including its last sweep and the gradient.
+
+    An iteration of a solver from outside is counted as one evaluation of all layers, in intervals of its stride.
+    """
+    factor = solver.stride(chain.layers)
+    intervals = math.ceil(chain._replace(unit=solver.unit(chain.layers)).mine / factor)
+    for _ in range(solver.iterations):
+        chain.evaluate(factor, intervals)
+        chain.send(1)
+    chain.finish(factor, intervals)
 
 
 @_record.register
@@ -228,8 +270,6 @@ _record.register(Sweeps, lambda solver, chain: _record_sweeps(solver.sweeps, cha
 
 @_record.register
 def _(solver: Newton, chain: _Chain) -> None:
-    if chain.step is not None:
-        raise NotImplementedError
     if solver.at_once == "auto":  # an iteration holds the Jacobians of all layers anyway
         chain = chain._replace(at_once=math.inf)
     for _ in range(min(solver.relaxations, chain.layers)):
@@ -248,20 +288,14 @@ def _(solver: Newton, chain: _Chain) -> None:
 @_record.register
 def _(solver: MGRIT, chain: _Chain) -> None:
     grid = solver.grid(chain.layers)
-    if callable(solver.cycle) or any(map(callable, per_level(solver.relaxation)[: len(grid)])):
-        raise NotImplementedError
-    labels = relaxations(solver, len(grid))
+    # A function as relaxation is counted as "FCF".
+    labels = tuple("FCF" if callable(r) else r for r in _relaxations(solver, len(grid)))
     for cascade, times in ((solver.start == "cascade", 1), (False, solver.iterations - 1)):
         once: list[Event] = []
-        stops = cycle_stops(labels, solver.cycle, cascade=cascade)
+        stops = cycle_stops(labels, _kind(solver), cascade=cascade)
         _record_stops(solver, chain._replace(events=once), grid, stops)
         chain.events.extend(times * once)
-    intervals = busiest(grid, 0, chain.workers)
-    factor = grid[0][1]
-    chain.evaluate_again(factor - 1, intervals)
-    last = chain._replace(phase="final sweep")
-    last.evaluate(factor, intervals, gradient=True)
-    last.send(1)
+    chain.finish(grid[0][1], busiest(grid, 0, chain.workers))
 
 
 def _record_stops(

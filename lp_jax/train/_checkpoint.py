@@ -267,18 +267,16 @@ def _crc(about: Mapping[str, object]) -> int:
 
 def _checksums(tree: PyTree) -> dict[str, int]:
     """Return a checksum of each array, by its path. It does not depend on devices or processes."""
-    leaves = jax.tree.leaves_with_path(
-        tree
-    )  # one after another: each may take as much memory again
+    # one after another, because each may take as much memory again
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): int(_checksum(x))
-        for path, x in leaves
+        for path, x in jax.tree.leaves_with_path(tree)
     }
 
 
 @jax.jit
 def _checksum(x: jax.Array) -> jax.Array:
-    """Add up a hash of each word and its place (the last rounds of MurmurHash3), modulo 2**32: each device its own."""
+    """Add up a hash of each word and its place (the last rounds of MurmurHash3), modulo 2**32; each device adds up its own."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
