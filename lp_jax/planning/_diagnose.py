@@ -257,7 +257,7 @@ def _rehearsed(problem: Problem) -> list[Pair]:
 
 
 def _numbers(problem: Problem) -> tuple[float, float, int]:
-    """Lipschitz constant times T, the largest Lyapunov exponent per layer, and the number of layers that are resets."""
+    """Return the Lipschitz constant times T, the largest Lyapunov exponent per layer, and the number of resets."""
 
     @functools.partial(jax.jit, compiler_options=compile_fast())
     def along(arrays: dict[str, PyTree]) -> tuple[jax.Array, ...]:
@@ -273,7 +273,7 @@ def _numbers(problem: Problem) -> tuple[float, float, int]:
             return lambda w: pull(w)[0]
 
         def norm(y: State, x: Slices, w: State) -> jax.Array:
-            """2-norm of J - I, by power iteration."""
+            """Return the 2-norm of J - I, by power iteration."""
             pull = transposed(y, x)
             push = jax.linear_transpose(pull, w)
 
@@ -304,12 +304,12 @@ def _numbers(problem: Problem) -> tuple[float, float, int]:
 
 
 def _reset(size: jax.Array) -> float:
-    """Largest growth in a layer that leaves nothing of a disturbance but rounding."""
+    """Return the largest growth in a layer that leaves nothing of a disturbance but rounding."""
     return float(jnp.finfo(size.dtype).eps)
 
 
 def _normal(v: State) -> Measured:
-    """A state divided by its norm, and the norm."""
+    """Return a state divided by its norm, and the norm."""
     size = jnp.sqrt(_tree.sum_of_squares(v))
     size = jnp.maximum(size, jnp.finfo(size.dtype).tiny)
     return jax.tree.map(lambda x: x / size.astype(jnp.finfo(x.dtype).dtype), v), size

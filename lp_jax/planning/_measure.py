@@ -1,4 +1,4 @@
-"""Seconds of the parts of a solve on the machine at hand, and fewer examples of a problem."""
+"""Measure the seconds of the parts of a solve on the machine at hand, and cut a problem to fewer examples."""
 
 import dataclasses
 import math
@@ -144,7 +144,7 @@ def solving(
 
 
 def serial(problem: Problem) -> tuple[float, float]:
-    """Seconds of a layer in serial propagation: forward, and the further seconds of the gradient."""
+    """Measure the seconds of a layer in serial propagation: forward, and the further seconds of the gradient."""
     forward = jax.jit(lambda arrays: problem.replace(**arrays).solve(solver=Serial()).y1)
     first, whole = seconds(
         [partial(forward, arrays(problem)), partial(solving(problem), Serial(), Serial(), None)]
@@ -153,7 +153,7 @@ def serial(problem: Problem) -> tuple[float, float]:
 
 
 def sweep(problem: Problem, at_once: int) -> list[float]:
-    """Seconds of a sweep over all layers, ``at_once`` of them at once: forward, adjoint, and gradient."""
+    """Measure the seconds of a sweep over all layers, ``at_once`` of them at once: forward, adjoint, and gradient."""
     solved = solving(problem)
     once, often = (
         Picard(sweeps=ITERATIONS, at_once=at_once, atol=jnp.float32(atol)) for atol in (1e30, -1)
@@ -169,7 +169,7 @@ def sweep(problem: Problem, at_once: int) -> list[float]:
 
 
 def iteration(problem: Problem, solver: Solver, **sampling: int) -> float:
-    """Seconds of an iteration of a forward solve, of at most as many as ``solver`` has."""
+    """Measure the seconds of an iteration of a forward solve with ``solver``."""
 
     @jax.jit
     def run(arrays: dict[str, PyTree], atol: jax.Array) -> tuple[State, jax.Array]:

@@ -53,7 +53,7 @@ def count(
     kept: bool = False,
     adjoint: bool = False,
 ) -> Schedule:
-    """Count a forward solve, or an adjoint solve with the gradient; ``kept``: the forward solve keeps linearisations."""
+    """Count a forward solve, or an adjoint solve with the gradient; ``kept`` says that the forward solve keeps linearisations."""
     solver = solver.resolve(layers)
     most = most_at_once(solver, at_once)
     chain = _Chain(
@@ -65,7 +65,7 @@ def count(
 
 
 class Stop(NamedTuple):
-    """One stop on the path."""
+    """A stop on a solver's path through the levels."""
 
     level: int  # 0 is the finest
     label: str  # "solve", or the relaxation, like "FCF"
@@ -116,7 +116,7 @@ def cycle_stops(
 
 
 def _extend(stops: list[Stop], more: Sequence[Stop]) -> None:
-    """Append stops; where the path stays on a level, the later relaxation includes the earlier F-relaxation."""
+    """Append stops. Where the path stays on a level they become one, because the later relaxation includes the earlier one."""
     if stops and stops[-1].level == more[0].level:
         earlier = stops.pop()
         if more[0].iteration is None:
@@ -125,7 +125,7 @@ def _extend(stops: list[Stop], more: Sequence[Stop]) -> None:
 
 
 class _Chain(NamedTuple):
-    """A chain of steps in a forward or adjoint solve. Its methods add what is done with it to ``events``."""
+    """A chain of steps in a forward or adjoint solve. Its methods add the work that is done on it to ``events``."""
 
     layers: int  # steps of the chain, on all workers
     workers: int
@@ -141,19 +141,19 @@ class _Chain(NamedTuple):
 
     @property
     def mine(self) -> int:
-        """Number of steps on the busiest worker, those that only pad its last unit included."""
+        """Number of steps on the busiest worker, including those that pad its last unit."""
         return math.ceil(math.ceil(self.layers / self.unit) / self.workers) * self.unit
 
     def add(self, kind: str, count: int, layers: int) -> None:
         self.events.extend(batches(self.phase, kind, count, layers, self.at_once, self.in_turn))
 
     def send(self, states: int) -> None:
-        """Messages of a state between neighbours, one after the other."""
+        """Add messages of a state between neighbours, one after the other."""
         if self.workers > 1 and states:
             self.events.append(Event(self.phase, "message", states, 0, self.in_turn))
 
     def evaluate(self, count: int, places: int, *, gradient: bool = False) -> None:
-        """``count`` steps, one after the other, each at several places; in an adjoint solve, transposes."""
+        """Add ``count`` steps, one after the other, each at several places at once. In an adjoint solve they are transposes."""
         kinds = ["adjoint" if self.adjoint else "forward"]
         if self.adjoint and (
             self.step is not None or not self.kept
@@ -164,12 +164,12 @@ class _Chain(NamedTuple):
             self.add(kind, count * row, places * at_once)
 
     def evaluate_again(self, count: int, places: int) -> None:
-        """Forward evaluations for states that the adjoint solve lacks."""
+        """Add the forward evaluations of states that the adjoint solve needs and the forward solve did not keep."""
         if self.adjoint and not self.kept:
             self._replace(phase="states again").add("forward", count, places)
 
     def evaluate_last(self) -> None:
-        """The last evaluation of a solver with a state after every layer: it linearises, or forms the gradient."""
+        """Add the last evaluation of a solver with a state after every layer: it linearises the layers, or forms the gradient."""
         if self.step is not None or not (self.adjoint or self.kept):
             return
         last = self._replace(phase="final sweep")
@@ -178,7 +178,7 @@ class _Chain(NamedTuple):
             last.add(kind, 1, self.mine)
 
     def finish(self, factor: int, intervals: int) -> None:
-        """The final sweep of a solver with states at C-points, through intervals of ``factor`` layers."""
+        """Add the final sweep of a solver with states at C-points, through intervals of ``factor`` layers."""
         self.evaluate_again(factor - 1, intervals)
         last = self._replace(phase="final sweep")
         last.evaluate(factor, intervals, gradient=self.step is None)
@@ -187,7 +187,10 @@ class _Chain(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _of_function(function: Callable[..., PyTree], span: int) -> tuple[int, int]:
-    """Count the evaluations that a plain function makes: it is traced with a step that is one product of three terms."""
+    """Count the evaluations that a plain function makes, and those at once.
+
+    It is traced with a step that has a product of three terms, because products of that shape can be told from others.
+    """
 
     def traced(y: jax.Array, matrices: jax.Array) -> PyTree:
         index = jnp.arange(span, dtype=jnp.int32)
@@ -204,7 +207,7 @@ def _of_function(function: Callable[..., PyTree], span: int) -> tuple[int, int]:
 
 @functools.singledispatch
 def _evaluations(step: CoarseStep | None, span: int) -> tuple[int, int]:
-    """Evaluations of layers that a step of ``span`` layers makes, one after the other, and the layers in each."""
+    """Return the evaluations of layers that a step of ``span`` layers makes one after the other, and the layers in each."""
     return 1, 1
 
 

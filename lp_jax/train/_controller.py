@@ -18,7 +18,7 @@ from lp_jax.train._types import Batch, LossFn
 
 
 class Control(NamedTuple):
-    """Decision of a `Controller`: tolerances ``(2,)``, forward and adjoint; whether to train by serial propagation for now."""
+    """A decision of a `Controller`: the forward and the adjoint tolerance, ``(2,)``, and whether to train serially for now."""
 
     rtols: jax.Array
     serial: jax.Array
@@ -168,7 +168,7 @@ def _measure(
     solver: Solver,
     adjoint_solver: Solver,
 ) -> dict[str, jax.Array]:
-    """Errors and noise of the gradient, relative to the norm of the exact one."""
+    """Return errors and noise of the gradient, relative to the norm of the exact one."""
     size = max((len(x) for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=0)
     if size < 2:
         raise ValueError(

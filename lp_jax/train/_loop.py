@@ -208,7 +208,7 @@ def fit(
 
 @dataclasses.dataclass
 class _Recorder:
-    """Turns metrics on the device into rows, warnings and, if they are not finite, an error."""
+    """Fetches metrics from the device, writes rows and warnings, and raises an error if they are not finite."""
 
     log: Log
     quiet: int  # number of steps during which a warning is not repeated

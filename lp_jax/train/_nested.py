@@ -26,7 +26,7 @@ from lp_jax.train._types import Batch, LossFn, TrainState
 
 
 class Depth(NamedTuple):
-    """A part of nested iteration: ``epochs`` at one depth; of a network of several blocks, the longest has ``layers``."""
+    """A part of nested iteration: ``epochs`` at one depth. In a network of several blocks, the longest has ``layers``."""
 
     layers: int
     epochs: int
