@@ -128,9 +128,9 @@ class Diagnosis:
         )
         growth = f"{self.growth:.1f}" if 0.1 <= self.growth < 100 else f"{self.growth:.1e}"
         end = "before the next reset" if self.resets else "after the last layer"
-        slow = [r for r in self.rehearsals if r.converges and r.sweeps * self.sweep > self.serial]
         good = [r for r in self.rehearsals if r.converges]
         bad = [r for r in self.rehearsals if not r.converges]
+        slow = [r for r in good if r.sweeps * self.sweep > self.serial]
         sentences = [f"This chain {kind}: a disturbance is {growth} times as large {end}."]
         for said, which in (
             ("Converges", good),
