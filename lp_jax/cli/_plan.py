@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 from flax import nnx
 from jax.sharding import AxisType
-from rich.console import Console
 
 from lp_jax import MeshComm, data, nn, planning, train
 from lp_jax.cli._menu import Parser, positive
@@ -88,21 +87,16 @@ def _digits(options: argparse.Namespace) -> planning.Plan:
     elif jax.device_count() >= workers > 1:
         devices = jax.devices()[:workers]
         comm = MeshComm(jax.make_mesh((workers,), ("layers",), (AxisType.Auto,), devices=devices))
-    doing = (
-        "measuring layers, and the gradients of solvers that would be faster: "
-        f"{options.seconds:g} s, and compiling"
+    plan = train.plan(
+        model,
+        train.classification(model)[1],
+        next(data.batches(dataset, options.batch_size, seed=0, epoch=0)),
+        workers=workers,
+        machine=machine,
+        comm=comm,
+        error=options.error,
+        seconds=options.seconds,
     )
-    with Console(stderr=True).status(doing):
-        plan = train.plan(
-            model,
-            train.classification(model)[1],
-            next(data.batches(dataset, options.batch_size, seed=0, epoch=0)),
-            workers=workers,
-            machine=machine,
-            comm=comm,
-            error=options.error,
-            seconds=options.seconds,
-        )
     if machine is None:
         name = f"{jax.devices()[0].device_kind} ({platform.machine()}), digits, dense"
         plan = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, name=name))

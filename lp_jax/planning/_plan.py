@@ -27,11 +27,14 @@ from lp_jax.planning._calibrate import interconnect, measure
 from lp_jax.planning._cost import predict
 from lp_jax.planning._gradient_error import inner_products, relative_error
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import Deadline, as_pair, require, small, solving
+from lp_jax.planning._measure import Deadline, announce, as_pair, require, small, solving
 from lp_jax.planning._result import WORTH, Choice, Plan, Probed, fix_iterations
 
 Probe = Callable[[Solver, Solver], Probed]
 
+_FIRST = (
+    0.1  # part of the time of a plan that the first probe has, although calibration took all of it
+)
 _TOLERANCES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 
 
@@ -57,7 +60,8 @@ def plan(
             always measured. On MPI ranks all call this together.
         machine: times of the layers; None measures them (`calibrate`).
         seconds: time after which no calibration, half of it, or probe starts. One that has begun is finished, its compilations
-            included. It counts once messages are measured. The plan names what was left out.
+            included, and the first probe is always made, because no error would be known otherwise. It counts once messages are
+            measured. A line on standard error says it first, and the plan names what was left out.
         solvers: further solvers to compare, your own or with your settings, or pairs (solver, adjoint solver). They are
             probed first.
 
@@ -76,14 +80,15 @@ def plan(
     require(problem)
     there = _inputs.comm(problem.comm if comm is None else comm)
     problem = problem.replace(comm=None)
-    messages: dict[str, Any] = {}
     if there != OneDevice():
         if workers not in (1, there.size):
             raise ValueError(
                 f"plan got workers={workers} and a comm of {there.size}. Leave workers out."
             )
         workers = there.size
-        messages = interconnect(there) if workers > 1 else {}
+    _require(problem.layers, workers, error)
+    announce("plan", seconds)
+    messages: dict[str, Any] = interconnect(there) if there.size > 1 else {}
     end = Deadline(seconds)
     half = Deadline(seconds / 2)
     if machine is None:
@@ -96,7 +101,7 @@ def plan(
         error=error,
         workers=workers,
         probe=probe,
-        seconds=end.left,
+        seconds=max(end.left, _FIRST * seconds),
         solvers=solvers,
     )
     notes = [f"Left out for lack of time: {', '.join(half.left_out)}."] if half.left_out else []
@@ -122,13 +127,7 @@ def choose(
     ``probe(solver, adjoint_solver)`` returns the error of a gradient and the iterations of both solves. Without a probe only
     serial propagation is known to be exact enough. The other arguments are those of `plan`; ``seconds`` bounds the probes.
     """
-    _check.integer("layers", layers, least=1)
-    if not 1 <= workers <= layers:
-        raise ValueError(
-            f"workers must be from 1 to the number of layers, {layers}; got {workers}."
-        )
-    if not error > 0:
-        raise ValueError(f"error must be a positive number, like 1e-2; got {error}.")
+    _require(layers, workers, error)
 
     def choice(pair: Pair, probed: Probed | None = None) -> Choice:
         return Choice(
@@ -177,6 +176,17 @@ def choose(
     best = next(c for c in choices if c.within(error))
     best = best if best.cost.seconds * WORTH <= serial.cost.seconds else serial
     return Plan(tuple(choices), best, serial, machine, layers, workers, error, unprobed)
+
+
+def _require(layers: int, workers: int, error: float) -> None:
+    """Refuse numbers that cannot be, before anything is measured."""
+    _check.integer("layers", layers, least=1)
+    if not 1 <= workers <= layers:
+        raise ValueError(
+            f"workers must be from 1 to the number of layers, {layers}; got {workers}."
+        )
+    if not error > 0:
+        raise ValueError(f"error must be a positive number, like 1e-2; got {error}.")
 
 
 def _sweeps(kind: type[Sweeps]) -> list[Pair]:

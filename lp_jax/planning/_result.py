@@ -24,7 +24,7 @@ _UNKNOWN = 3  # iterations to a tolerance, before a probe
 
 
 class Probed(NamedTuple):
-    """Measured for a pair of solvers: the relative 2-norm error of the gradient, and iterations."""
+    """The relative 2-norm error of the gradient that a pair of solvers gave, and the iterations that they took."""
 
     error: float
     iterations: int
@@ -32,7 +32,7 @@ class Probed(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A pair of solvers, its predicted cost, with a tolerance that of the probe's iterations, and the probe if there was one."""
+    """A pair of solvers, its predicted cost, and the probe if there was one, whose iterations the cost of a tolerance is for."""
 
     solver: Solver
     adjoint_solver: Solver

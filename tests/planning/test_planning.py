@@ -226,6 +226,33 @@ def test_no_measurement_starts_when_time_is_over(measured, monkeypatch, seconds,
         )
 
 
+def test_a_plan_says_its_time_first_and_probes_although_calibration_took_all_of_it(
+    measured, monkeypatch, clock, capsys
+):
+    """Otherwise no error of a gradient would be known."""
+
+    def probe(*pair):
+        clock[0] += 1.0
+        return probed(0.5)
+
+    monkeypatch.setattr(_plan, "_probe", lambda *args: probe)
+    found = lp_jax.plan(deep(64), seconds=1.0)
+    assert capsys.readouterr().err.startswith("plan: at most 1 s;")
+    assert any(choice.probed for choice in found.choices) and "?" not in str(found)
+    with pytest.raises(ValueError, match="error must be"):
+        lp_jax.plan(deep(64), error=0.0)
+    assert len(measured[0]) == 1 and not capsys.readouterr().err
+
+
+def test_a_measurement_starts_only_if_the_longest_one_would_fit(clock):
+    deadline = _measure.Deadline(10.0)
+    for spent, allowed in ((4.0, True), (2.0, True), (0.0, True), (0.0, True)):
+        assert deadline.allows("short") == allowed
+        clock[0] += spent
+    clock[0] += 0.5  # 3.5 seconds are left, and the longest measurement took 4
+    assert not deadline.allows("long") and deadline.left_out == ["long"]
+
+
 def test_long_calls_have_few_samples(monkeypatch):
     """Fifteen samples, or those that start in two seconds; a given number is always taken."""
     monkeypatch.setattr(_measure, "_SAMPLES", 15)
