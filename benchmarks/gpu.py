@@ -54,7 +54,7 @@ from benchmarks.gpu_models import (
 from benchmarks.harness import Contender, measure, relative_error, spread
 from benchmarks.manifest import cores
 from lp_jax import Newton, Picard, Secant, nn, planning
-from lp_jax._arrays._at_once import processor
+from lp_jax._choice._processor import processor
 from lp_jax.planning import _measure
 from lp_jax.planning._words import summary
 

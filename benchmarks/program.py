@@ -46,8 +46,8 @@ from benchmarks.networks import NETWORKS, RECURRENT, Network, Pair
 from benchmarks.single import TO_A_TOLERANCE, pairs
 from benchmarks.training import LEARNING_RATE, MOMENTUM
 from lp_jax import planning
-from lp_jax._arrays._at_once import processor
-from lp_jax._solvers._default import SWEEPS
+from lp_jax._choice._fastest import SWEEPS
+from lp_jax._choice._processor import processor
 from lp_jax.planning._compiled import lower, read_program
 
 TARGETS = {

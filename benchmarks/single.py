@@ -18,7 +18,7 @@ from benchmarks.command import Field, Row, Suite, network_row, run
 from benchmarks.harness import Tell
 from benchmarks.networks import NETWORKS, SERIAL, UNITS, Pair
 from benchmarks.one_device import Entry
-from lp_jax._solvers._default import SWEEPS
+from lp_jax._choice._fastest import SWEEPS
 
 
 def _mgrit(forward: int, adjoint: int, **fields: Any) -> Pair:

@@ -3,7 +3,7 @@
 XLA's compiler for TPUs estimates the cycles of each kernel. Here they are added up, those of a loop times its turns: of a
 plain ``lax.scan``, of the exact solver, of fixed numbers of sweeps and of iterations of Newton's method, and of the default when
 it is told that it is that chip. A loop whose length is data turns as often as the default expects; where a tolerance is met, no
-serial propagation follows, and none is counted. The numbers of TPUs in lp_jax/_arrays/_at_once.py are fitted to these tables.
+serial propagation follows, and none is counted. The numbers of TPUs in lp_jax/_choice/_processor.py are fitted to these tables.
 
 It needs libtpu of the version that jax[tpu] names, and Linux. One process at a time may use it.
 """
@@ -39,8 +39,8 @@ from benchmarks.command import (
 )
 from benchmarks.networks import RECURRENT, Network, Pair
 from lp_jax import planning
+from lp_jax._choice._fastest import typical
 from lp_jax._programs._traced import default
-from lp_jax._solvers._default import typical
 
 CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
 """Cycles a second: a data sheet's products a second over those of all its matrix units in a cycle."""

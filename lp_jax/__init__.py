@@ -11,6 +11,7 @@ from types import ModuleType as _ModuleType
 from lp_jax import multigrid as multigrid
 from lp_jax._arrays._check import register as register
 from lp_jax._arrays._types import Layer as Layer
+from lp_jax._choice._fastest import Fastest as Fastest
 from lp_jax._comms._comm import Comm as Comm
 from lp_jax._comms._mesh import MeshComm as MeshComm
 from lp_jax._comms._mpi import MPIComm as MPIComm, layer_slices as layer_slices
@@ -32,7 +33,6 @@ from lp_jax._solvers._coarse_step import (
     Identity as Identity,
     Rediscretize as Rediscretize,
 )
-from lp_jax._solvers._default import Fastest as Fastest
 from lp_jax._solvers._mgrit import MGRIT as MGRIT
 from lp_jax._solvers._newton import (
     Clip as Clip,

@@ -14,15 +14,15 @@ from jax import lax
 from jax.extend import core, source_info_util
 
 from lp_jax._arrays import _products, _tree
-from lp_jax._arrays._at_once import footprint
 from lp_jax._arrays._place import at_home
 from lp_jax._arrays._products import Operation, bind, evaluate
 from lp_jax._arrays._types import PyTree
+from lp_jax._choice._fastest import Fastest, typical
+from lp_jax._choice._footprint import footprint
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import SOLVED, Problem
 from lp_jax._programs import _inputs, _traced
 from lp_jax._scan import refuse_stretched, scan, scanned
-from lp_jax._solvers._default import Fastest, typical
 from lp_jax._solvers._solver import Solver
 
 Where = Callable[

@@ -1,1 +1,1 @@
-"""Floor 1: pytrees, their types and checks, and what a program costs."""
+"""Floor 1: pytrees, their types and checks, and programs."""

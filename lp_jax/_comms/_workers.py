@@ -4,13 +4,13 @@ import abc
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._at_once import CPU, Processor
 from lp_jax._arrays._types import CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._comms import _wire
 
@@ -40,14 +40,15 @@ class Workers(abc.ABC):
         layers: number of layers of all workers.
         held: number of slots for layers on each worker. Workers without layers come last.
         sequential: how a level is solved step after step: "relay", "gather" or "auto".
-        processor: limits of their devices, by `Comm.platform`.
+        processor: their device, a Processor of `lp_jax._choice`, which solvers ask how many layers to evaluate at once and which
+            loops to unroll; None until the step is traced.
         exchanged: axes of the caller's ``shard_map`` over which the step itself exchanges something.
     """
 
     layers: int
     held: tuple[int, ...]
     sequential: str
-    processor: Processor = dataclasses.field(default=CPU, kw_only=True)
+    processor: Any = dataclasses.field(default=None, kw_only=True)
     exchanged: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
     @abc.abstractmethod

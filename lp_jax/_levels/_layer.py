@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._at_once import Footprint
 from lp_jax._arrays._outer import with_few_terms
 from lp_jax._arrays._place import placed_here, retyped
 from lp_jax._arrays._products import following, walk
@@ -119,11 +119,11 @@ class Traced:
         tuple[StepKey, LayerStep], ...
     ]  # the layer on each level, and other steps of the solvers
     layers: int
+    footprint: Any  # cost and memory of a layer, by `lp_jax._choice`; devices read it, and solvers two flags of it
     differentiable: tuple[
         bool, ...
     ]  # the leaves of the slices with a gradient; times only where they are traced
     recurrent: bool = False  # whether all its weights are shared: their gradient is one contraction over all steps
-    footprint: Footprint = Footprint(0, 0, 0.0)  # cost and memory of a layer
     single_example: bool = (
         False  # whether the step also takes a single example, for a solver that averages examples
     )

@@ -1,1 +1,1 @@
-"""Floor 5: from a problem to a compiled solve with a gradient of its own."""
+"""Floor 6: from a problem to a compiled solve with a gradient of its own."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lp_jax._arrays._at_once import Processor
 from lp_jax._arrays._types import PyTree
+from lp_jax._choice._processor import Processor
 from lp_jax._comms._comm import Comm
 from lp_jax._levels._result import DONE, RESULTS, SERIAL, ranked
 from lp_jax._solvers._solver import Solver, Stats

@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from lp_jax._arrays._types import CPoints, PyTree, Stacked, State, Step, Times
+from lp_jax._choice._fastest import Fastest
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._comms._mesh import MeshComm
 from lp_jax._programs._asked import asked
-from lp_jax._solvers._default import Fastest
 from lp_jax._solvers._solver import Solver
 
 

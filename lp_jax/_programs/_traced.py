@@ -12,11 +12,13 @@ from jax import lax
 from jax.extend import core
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._at_once import at_hand, footprint
 from lp_jax._arrays._outer import has_few
 from lp_jax._arrays._place import NO_MESH, automatic
 from lp_jax._arrays._products import exchanged_over
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, StepKey
+from lp_jax._choice._fastest import SWEEPS, Fastest, Layers, choose
+from lp_jax._choice._footprint import footprint
+from lp_jax._choice._processor import at_hand
 from lp_jax._comms._comm import OneDevice, common_unit
 from lp_jax._levels._layer import Hoisted, LayerStep, Signature, Traced, needs_its_trace, signature
 from lp_jax._levels._result import DONE, SERIAL
@@ -24,7 +26,6 @@ from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
 from lp_jax._programs._program import Program
 from lp_jax._solvers._coupling import couplings, shares_weights
-from lp_jax._solvers._default import SWEEPS, Fastest, Layers, choose
 from lp_jax._solvers._elementwise import places
 from lp_jax._solvers._jacobians import mean_example, own_operands
 from lp_jax._solvers._serial import Serial

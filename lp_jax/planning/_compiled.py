@@ -16,8 +16,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lp_jax._arrays._at_once import processor
 from lp_jax._arrays._types import PyTree
+from lp_jax._choice._processor import processor
 from lp_jax.planning._estimate import assume
 from lp_jax.planning._hlo import COLLECTIVES, Text
 

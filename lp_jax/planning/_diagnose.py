@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree, Slices, State
+from lp_jax._choice._fastest import _LAST as LAST, Pair
 from lp_jax._levels._result import DONE
 from lp_jax._problem import Problem
 from lp_jax._programs._traced import trace
-from lp_jax._solvers._default import _LAST as LAST, Pair
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial

@@ -7,11 +7,11 @@ from typing import NamedTuple, TypeVar
 import jax
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._at_once import OF_A_SUM, OF_NEWTON, Processor, named
+from lp_jax._choice._fastest import Fastest
+from lp_jax._choice._processor import OF_A_SUM, OF_NEWTON, Processor, named
 from lp_jax._problem import Problem
 from lp_jax._programs import _traced
 from lp_jax._programs._asked import asked
-from lp_jax._solvers._default import Fastest
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._machine import Machine

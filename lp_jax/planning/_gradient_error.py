@@ -12,9 +12,9 @@ import numpy as np
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree
+from lp_jax._choice._fastest import Pair
 from lp_jax._levels._result import RESULTS, SERIAL, ranked
 from lp_jax._programs._asked import Report, asked
-from lp_jax._solvers._default import Pair
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
 from lp_jax.planning._measure import as_pair, seconds

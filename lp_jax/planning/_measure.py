@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax._arrays._types import PyTree, State
+from lp_jax._choice._fastest import MOST_NUMBERS, Pair
 from lp_jax._comms._comm import default_platform
 from lp_jax._problem import Gradients, Problem
 from lp_jax._programs import _inputs
-from lp_jax._solvers._default import MOST_NUMBERS, Pair
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
 from lp_jax._solvers._sweeps import Picard

@@ -14,12 +14,12 @@ from jax.sharding import Mesh
 from lp_jax._arrays import _check
 from lp_jax._arrays._at_once import processor
 from lp_jax._arrays._types import State
+from lp_jax._choice._fastest import SERIAL, Pair
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
 from lp_jax._programs._traced import trace
 from lp_jax._solvers._coarse_step import Identity, Rediscretize
-from lp_jax._solvers._default import SERIAL, Pair
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._solver import Solver, Stats

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._at_once import ACCELERATOR
-from lp_jax._arrays._products import cost_of, depth_of, live
+from lp_jax._arrays._products import live
 from lp_jax._arrays._types import Arrays, Layer, PyTree, Stacked, State
+from lp_jax._choice._cost import cost_of, depth_of
+from lp_jax._choice._processor import ACCELERATOR
 from lp_jax._comms._workers import Turn, Workers, one_after_another
 from lp_jax._problem import Problem
 from lp_jax._programs._adjoint import Forward

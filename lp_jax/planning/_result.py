@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from lp_jax._choice._fastest import SERIAL, Pair
 from lp_jax._solvers._coarse_step import Identity
-from lp_jax._solvers._default import SERIAL, Pair
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._compiled import Compiled

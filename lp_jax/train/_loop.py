@@ -15,8 +15,8 @@ import jax
 
 from lp_jax import Solver
 from lp_jax._arrays import _check
+from lp_jax._choice._fastest import Fastest, sweeps_to
 from lp_jax._programs import _inputs
-from lp_jax._solvers._default import Fastest, sweeps_to
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._controller import Controller
 from lp_jax.train._divergence import DivergenceError, convergence_warning, divergence_message

@@ -18,9 +18,11 @@ from problems import dense_params, dense_state, dense_step
 
 import lp_jax
 from lp_jax import planning
-from lp_jax._arrays import _at_once, _products
-from lp_jax._arrays._at_once import ACCELERATOR, CPU, Footprint, chunk
+from lp_jax._arrays._at_once import chunk
 from lp_jax._arrays._outer import has_few, with_few_terms
+from lp_jax._choice import _cost, _processor
+from lp_jax._choice._footprint import Footprint
+from lp_jax._choice._processor import ACCELERATOR, CPU
 from lp_jax._programs._traced import trace
 from lp_jax._solvers._sweeps import Picard
 
@@ -236,7 +238,7 @@ def test_most_alive_of_a_program():
         y = jnp.sin(x)
         return jnp.concatenate([y, y])[:1]
 
-    assert _products.most_alive(jax.make_jaxpr(f)(jnp.zeros(100)).jaxpr) == 8 * 300
+    assert _cost.most_alive(jax.make_jaxpr(f)(jnp.zeros(100)).jaxpr) == 8 * 300
 
 
 def test_a_platforms_name_decides_where_that_was_measured_and_nowhere_else():
@@ -246,9 +248,9 @@ def test_a_platforms_name_decides_where_that_was_measured_and_nowhere_else():
     found = {
         path.relative_to(root) for path in root.rglob("*.py") if compared.search(path.read_text())
     }
-    measured = {"_arrays/_at_once.py", "nn/_convolution.py", "planning/_measure.py"}
+    measured = {"_choice/_processor.py", "nn/_convolution.py", "planning/_measure.py"}
     assert {str(path) for path in found if "cli" not in path.parts} == measured
-    assert _at_once.processor("cpu") is CPU and _at_once.processor("rocm") is ACCELERATOR
+    assert _processor.processor("cpu") is CPU and _processor.processor("rocm") is ACCELERATOR
 
 
 KINDS = {
@@ -306,9 +308,9 @@ def test_a_kind_has_the_numbers_of_its_own_data_sheet(kind):
         "L4": 60,
     }
     flops |= {"L40S": 183, "RTX 4090": 82.6, "RTX 5090": 104.8, "MI300X": 653.7}
-    found = _at_once.named(kind)
+    found = _processor.named(kind)
     assert found.flops == pytest.approx(1e12 * flops[KINDS[kind]], rel=0.02)
-    assert found is _at_once.processor("any", kind) is _at_once.named(KINDS[kind])
+    assert found is _processor.processor("any", kind) is _processor.named(KINDS[kind])
     assert found.launches == ("TPU" not in KINDS[kind])
 
 
@@ -320,14 +322,14 @@ def test_an_unknown_kind_is_refused_by_name_and_generic_at_hand(kind):
     ):
         pass
     platform = "tpu" if "TPU" in kind else "gpu"
-    generic = _at_once.TPU if platform == "tpu" else ACCELERATOR
+    generic = _processor.TPU if platform == "tpu" else ACCELERATOR
     with (
         pytest.warns(UserWarning, match=f"{kind!r}.*planning.assume")
         if kind
         else contextlib.nullcontext()
     ):
-        assert _at_once.processor(platform, kind) is generic
-    assert _at_once.processor(platform, kind) is generic  # it is said once
+        assert _processor.processor(platform, kind) is generic
+    assert _processor.processor(platform, kind) is generic  # it is said once
 
 
 @pytest.mark.parametrize("rows", [1, 24])

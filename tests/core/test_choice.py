@@ -13,10 +13,11 @@ from networks import dense_classifier, mesh
 
 import lp_jax
 from lp_jax import planning
-from lp_jax._arrays._at_once import CPU, Footprint, processor
+from lp_jax._choice._fastest import SERIAL, SWEEPS, Layers, choose, typical
+from lp_jax._choice._footprint import Footprint
+from lp_jax._choice._processor import CPU, processor
 from lp_jax._levels import _result
 from lp_jax._programs import _asked
-from lp_jax._solvers._default import SERIAL, SWEEPS, Layers, choose, typical
 
 H200 = processor("gpu", "NVIDIA H200")
 

@@ -13,8 +13,8 @@ from products import layer
 
 import lp_jax
 from lp_jax import train
+from lp_jax._choice._fastest import SWEEPS
 from lp_jax._levels._result import DONE, FELL_BACK, NOT_CONVERGED
-from lp_jax._solvers._default import SWEEPS
 
 
 def test_a_pre_norm_network_at_its_start():

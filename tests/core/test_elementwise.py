@@ -13,7 +13,7 @@ from networks import mesh
 
 import lp_jax
 from lp_jax import nn, planning, viz
-from lp_jax._arrays._at_once import at_hand, processor
+from lp_jax._choice._processor import at_hand, processor
 from lp_jax._solvers import _elementwise
 from lp_jax._solvers._elementwise import Elementwise, intervals, split
 from lp_jax.planning._schedule import count

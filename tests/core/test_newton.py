@@ -11,7 +11,7 @@ import pytest
 from problems import dense_params, dense_state, dense_step, relative_error, serial_loss_and_gradient
 
 import lp_jax
-from lp_jax._arrays._at_once import ACCELERATOR, CPU
+from lp_jax._choice._processor import ACCELERATOR, CPU
 from lp_jax._comms._workers import Local
 from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, NOT_CONVERGED
 from lp_jax._solvers import _affine

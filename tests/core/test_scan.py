@@ -11,7 +11,7 @@ from jax.experimental.sparse import BCOO
 from problems import INJECT
 
 import lp_jax
-from lp_jax._arrays import _at_once
+from lp_jax._choice import _processor
 
 RNG = np.random.default_rng(0)
 CLOSED_OVER = jnp.asarray(RNG.normal(size=(3, 3)))
@@ -161,7 +161,7 @@ def test_the_results_are_those_of_lax_scan(monkeypatch, name, n, reverse):
     if name == "trees" and n == 13:
         assert_same(found(lp_jax.Serial()), wanted, 1e-14)
     # written out, products and sums of several layers are fused, and round otherwise; one at a time, to the last bit
-    monkeypatch.setattr(_at_once.Processor, "serial_unroll", lambda self, layer: 1)
+    monkeypatch.setattr(_processor.Processor, "serial_unroll", lambda self, layer: 1)
     assert_same(found(lp_jax.Serial()), wanted, 0)
 
 

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 import lp_jax
-from lp_jax._arrays._products import cost_of, depth_of, live
+from lp_jax._arrays._products import live
+from lp_jax._choice._cost import cost_of, depth_of
 from lp_jax._solvers._solver import Solver
 
 

@@ -17,8 +17,8 @@ from products import layer
 
 import lp_jax
 from lp_jax import planning
-from lp_jax._arrays import _at_once
-from lp_jax._solvers._default import SERIAL
+from lp_jax._choice import _processor
+from lp_jax._choice._fastest import SERIAL
 from lp_jax.planning import _calibrate, _measure, _plan
 from lp_jax.planning._cost import pipeline
 from lp_jax.planning._result import Probed
@@ -601,7 +601,7 @@ def test_a_switch_costs_all_of_its_branches_where_layers_are_evaluated_at_once()
         return jax.lax.cond(layer.index % 2 == 0, first, second, y)
 
     device = dataclasses.replace(
-        _at_once.processor("gpu", "H100"), kernel=0.0, launch=0.0
+        _processor.processor("gpu", "H100"), kernel=0.0, launch=0.0
     )  # no kernels more
     with planning.assume(device):
         plain, switch = (

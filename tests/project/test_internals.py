@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 import lp_jax
+from lp_jax._choice._fastest import SWEEPS
 from lp_jax._levels._layer import LayerStep
-from lp_jax._solvers._default import SWEEPS
 
 PACKAGE = Path(lp_jax.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "internals.md"

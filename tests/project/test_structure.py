@@ -14,7 +14,7 @@ import house
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FLOORS = ["_arrays", "_comms", "_levels", "_solvers", "_programs", "core"]
+FLOORS = ["_arrays", "_comms", "_levels", "_solvers", "_choice", "_programs", "core"]
 """The house, from the ground up: a module imports from its own floor and from those below. "core" is the modules directly
 in lp_jax, what users call."""
 
@@ -277,4 +277,4 @@ def test_the_package_does_not_grow():
     """
     sizes = house.sizes()
     assert sizes["tokens of code in lp_jax"] <= 137_200, sizes
-    assert sizes["tokens of code in the core"] <= 78_200, sizes
+    assert sizes["tokens of code in the core"] <= 73_400, sizes

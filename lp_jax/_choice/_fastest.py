@@ -4,8 +4,9 @@ import dataclasses
 import math
 from typing import Any, NamedTuple, NoReturn
 
-from lp_jax._arrays._at_once import OF_NEWTON, Footprint, Processor
 from lp_jax._arrays._check import register
+from lp_jax._choice._footprint import Footprint
+from lp_jax._choice._processor import OF_NEWTON, Processor
 from lp_jax._solvers._elementwise import Elementwise, intervals
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
@@ -208,35 +209,19 @@ def _newton(at: Layers, rtol: float) -> tuple[float, Pair]:
         return math.inf, SERIAL
     d, p = at.numbers, at.processor
     solver = Newton(iterations=_ITERATIONS, batch_axes=1, rtol=rtol, fallback=True)
-    kinds = {
-        "full": (dataclasses.replace(solver, relaxations=_RELAXATIONS), at.examples, d, (5, 1)),
-        "shared": (
-            dataclasses.replace(solver, jacobian="shared", iterations=16, rtol=20 * rtol),
-            1,
-            d,
-            (5, 5),
-        ),
-    }
+    relaxed = dataclasses.replace(solver, relaxations=_RELAXATIONS)
+    shared = dataclasses.replace(solver, jacobian="shared", iterations=16, rtol=20 * rtol)
+    # solver, matrices and columns of each, iterations forward and back to 1e-3
+    kinds = [(relaxed, at.examples, d, 5 + 1), (shared, 1, d, 5 + 5)]
     if at.in_place:
-        of_places = at.examples * d // at.in_place
-        kinds = {
-            "diagonal": (
-                dataclasses.replace(solver, jacobian="diagonal"),
-                of_places,
-                at.in_place,
-                (4, 2),
-            )
-        }
+        diagonal = dataclasses.replace(solver, jacobian="diagonal")
+        kinds = [(diagonal, at.examples * d // at.in_place, at.in_place, 4 + 2)]
     options = []
-    for forward, matrices, columns, counts in kinds.values():
-        evaluated = (
-            min(matrices, at.examples)
-            / at.examples
-            * columns
-            * p.one(at.footprint, steps=at.layers)
-        )
-        each = p.launch * OF_NEWTON + at.layers * (evaluated + p.jacobians(matrices, columns))
-        relaxed = forward.relaxations * p.batch(at.footprint, at.layers)
-        iterations = sum(counts) * math.log(rtol, 1e-3)
-        options.append((iterations * each + relaxed, (forward, forward.for_adjoint())))
+    for forward, matrices, columns, iterations in kinds:
+        evaluations = min(matrices, at.examples) / at.examples * columns
+        one = evaluations * p.one(at.footprint, steps=at.layers) + p.jacobians(matrices, columns)
+        each = p.launch * OF_NEWTON + at.layers * one
+        relaxing = forward.relaxations * p.batch(at.footprint, at.layers)
+        seconds = iterations * math.log(rtol, 1e-3) * each + relaxing
+        options.append((seconds, (forward, forward.for_adjoint())))
     return min(options, key=lambda option: option[0])

@@ -1,0 +1,151 @@
+"""Cost of a program, as if its loops were unrolled: its products, other numbers, kernels, memory."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax.extend import core
+
+from lp_jax._arrays._products import (
+    ALONE,
+    array_type,
+    called,
+    follow,
+    inside,
+    is_product,
+    scan_parts,
+    walk,
+)
+
+
+class Cost(NamedTuple):
+    """Cost of a program. Of the branches of a switch, the most expensive one counts."""
+
+    flops: float  # of its products
+    numbers: float  # results of its other operations; of a convolution, its products
+    kernels: int  # its products and reductions, with those operations that fuse with them
+
+
+def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
+    """Return the cost of a program; with ``terms``, of its products only those whose entries sum so many terms."""
+    flops = 0.0
+    numbers = 0.0
+    kernels = 0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        results = [math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars]
+        if name == "while":
+            raise ValueError(
+                "A loop whose length is data has no cost before it runs; leave tolerances out."
+            )
+        if is_product(equation):
+            flops += _flops(equation, terms)
+            kernels += 2
+        elif programs := called(equation):
+            each = max(cost_of(program, terms) for program in programs)
+            turns = equation.params["length"] if name == "scan" else 1
+            flops += turns * each.flops
+            numbers += turns * each.numbers
+            kernels += each.kernels if turns == 1 else turns * (each.kernels + 1)
+        elif name == "conv_general_dilated":
+            shape = array_type(equation.invars[1]).shape
+            out = equation.params["dimension_numbers"].rhs_spec[0]
+            numbers += results[0] * math.prod(shape) / shape[out]
+            kernels += 2
+        else:
+            numbers += sum(results)
+            kernels += name.startswith(("reduce", "arg", "cum", "sort"))
+    return Cost(flops, numbers, kernels)
+
+
+def _flops(equation: core.JaxprEqn, terms: int | None) -> float:
+    """Flops of a product; 0 if it does not count."""
+    shape = array_type(equation.invars[0]).shape
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    summed = math.prod(shape[i] for i in contracted)
+    if terms not in (None, summed):
+        return 0.0
+    return 2.0 * math.prod(array_type(equation.outvars[0]).shape) * summed
+
+
+def depth_of(jaxpr: core.Jaxpr, terms: int | None = None) -> float:
+    """Length of the longest chain of products in which each needs the one before; `cost_of` says which count."""
+    return max(_depths(jaxpr, [0.0] * len(jaxpr.invars), terms), default=0.0)
+
+
+def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], terms: int | None) -> list[float]:
+    """Depth of each output, given the depths of the inputs."""
+
+    def operation(equation: core.JaxprEqn, operands: list[float]) -> Sequence[float]:
+        if equation.primitive.name == "scan":
+            return _scan_depths(equation, operands, terms)
+        first = int(equation.primitive.name == "cond")
+        if ends := [_depths(program, operands[first:], terms) for program in called(equation)]:
+            return [max((*operands[:first], *each)) for each in zip(*ends, strict=True)]
+        counts = is_product(equation) and _flops(equation, terms) > 0
+        return [max(operands, default=0.0) + counts] * len(equation.outvars)
+
+    return follow(jaxpr, entering, operation, 0.0)
+
+
+def _scan_depths(
+    equation: core.JaxprEqn, entering: list[float], terms: int | None
+) -> Sequence[float]:
+    consts, carries = scan_parts(equation)
+    length = equation.params["length"]
+    (body,) = inside(equation)
+    fixed = entering[:consts]
+    state = entering[consts : consts + carries]
+    xs = entering[consts + carries :]
+    history = []
+    for turn in range(length):
+        reached = _depths(body, (*fixed, *state, *xs), terms)
+        state = reached[:carries]
+        history.append(reached)
+        if len(history) >= 4:  # regular from here on, if three differences agree
+            steps = [
+                [b - a for a, b in zip(*pair, strict=True)]
+                for pair in itertools.pairwise(history[-4:])
+            ]
+            if steps[0] == steps[1] == steps[2]:
+                return [r + (length - 1 - turn) * s for r, s in zip(reached, steps[0], strict=True)]
+    return history[-1] if history else [*state, *[0.0] * (len(equation.outvars) - carries)]
+
+
+def draws_alone(jaxpr: core.Jaxpr) -> bool:
+    """Whether a program draws from keys that draw other numbers in a batch."""
+    equations = list(walk(jaxpr.eqns))
+    kinds = {str(getattr(v.aval, "dtype", "")) for e in equations for v in e.invars}
+    names = {e.primitive.name for e in equations}
+    return bool(kinds & {*ALONE}) or "rng_bit_generator" in names
+
+
+_OPAQUE = ("callback", "ffi_call", "custom_call", "custom_partitioning", "pallas_call")
+
+
+def opaque(jaxpr: core.Jaxpr) -> bool:
+    """Whether a program calls code of unknown cost, printing aside."""
+    names = {equation.primitive.name for equation in walk(jaxpr.eqns)} - {"debug_callback"}
+    return any(part in name for name in names for part in _OPAQUE)
+
+
+def most_alive(jaxpr: core.Jaxpr) -> int:
+    """Most bytes of arrays that are alive at the same time in a program. Inputs do not count."""
+    last: dict[core.Var, int] = {}
+    for number, equation in enumerate(jaxpr.eqns):
+        last.update((v, number) for v in equation.invars if not isinstance(v, core.Literal))
+    last.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if not isinstance(v, core.Literal))
+    alive: dict[core.Var, int] = {}
+    most = 0
+    for number, equation in enumerate(jaxpr.eqns):
+        alive.update((v, _nbytes(v)) for v in equation.outvars if v in last)
+        within = max(map(most_alive, inside(equation)), default=0)
+        most = max(most, sum(alive.values()) + max(0, within - sum(map(_nbytes, equation.outvars))))
+        alive = {v: size for v, size in alive.items() if last[v] > number}
+    return most
+
+
+def _nbytes(v: core.Var) -> int:
+    size = math.prod(getattr(v.aval, "shape", ()))
+    return size * getattr(getattr(v.aval, "dtype", None), "itemsize", 0)

@@ -1,0 +1,88 @@
+"""Cost and memory of a layer, read from its program."""
+
+import math
+import sys
+from typing import NamedTuple
+
+import jax
+from jax.extend import core
+
+from lp_jax._arrays import _tree
+from lp_jax._arrays._outer import has_few
+from lp_jax._arrays._products import array_type, live, walk
+from lp_jax._arrays._types import PyTree
+from lp_jax._choice._cost import cost_of, draws_alone, most_alive, opaque
+
+
+class Footprint(NamedTuple):
+    """Cost and memory of one evaluation of a layer."""
+
+    operands: int  # bytes of the layer's own parameters and data
+    working: int  # bytes of its states and of the arrays that are alive between them
+    flops: float  # of its products
+    counted: bool = True  # whether these numbers are known; not with a callback or a foreign call in the program
+    few: bool = False  # whether gradients of weights are sums of two to a few outer products: see `with_few_terms`
+    one_row: bool = False  # whether all of its products have one row
+    numbers: float = 0.0  # that its other operations compute; a convolution counts its products
+    kernels: int = 1  # its products and reductions, with those operations that fuse with them
+    branches: float = 1.0  # work in a batch of layers relative to this, as a batch evaluates all branches of a switch
+    operations: int = 0  # of its program; the time to compile grows with them
+    # whether a batch of layers would compute something else than one layer after another
+    alone: bool = False
+
+
+def footprint(
+    program: core.Jaxpr, operands: PyTree, *, terms: int = 0, batched: bool = True
+) -> Footprint:
+    """Read a layer's program, traced for one layer's ``operands``; products of at most ``terms`` rows are few.
+
+    Without ``batched``, the program is not traced for a batch of layers, and ``branches`` is 1.
+    """
+    nbytes = _tree.nbytes(operands)
+    if not all(
+        isinstance(size, int) for v in program.invars for size in array_type(v).shape
+    ):  # of `jax.export`
+        return Footprint(0, 0, math.inf, counted=False)
+    program = live(program)
+    try:
+        flops, numbers, kernels = cost_of(program)
+    except ValueError:  # a loop whose length is data
+        return Footprint(nbytes, 0, math.inf, counted=False)
+    # without products and reductions, too, some operations are not fused
+    kernels = 1 + max(1, kernels)
+    alone = draws_alone(program)
+    few = has_few(program, terms, least=2)
+    operations = list(walk(program.eqns))
+    switches = batched and any(equation.primitive.name == "cond" for equation in operations)
+    branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches else 1.0
+    one_row = has_few(program, 1) and not has_few(program, sys.maxsize, least=2)
+    return Footprint(
+        operands=nbytes,
+        working=most_alive(program),
+        flops=flops,
+        counted=not (alone or opaque(program)),
+        few=few,
+        one_row=one_row,
+        numbers=numbers,
+        kernels=kernels,
+        branches=branches,
+        operations=len(operations),
+        alone=alone,
+    )
+
+
+def _at_once_cost(program: core.Jaxpr) -> float:
+    """Flops of products and numbers of other operations of a layer in a batch."""
+
+    def layers(*arguments: jax.Array) -> list[jax.Array]:
+        consts = arguments[: len(program.constvars)]
+        operands = arguments[len(program.constvars) :]
+        return jax.vmap(core.jaxpr_as_fun(core.ClosedJaxpr(program, consts)))(*operands)
+
+    kinds = [*(((), v) for v in program.constvars), *(((2,), v) for v in program.invars)]
+    shapes = [
+        jax.ShapeDtypeStruct((*more, *array_type(v).shape), array_type(v).dtype)
+        for more, v in kinds
+    ]
+    flops, numbers, _ = cost_of(live(jax.make_jaxpr(layers)(*shapes).jaxpr))
+    return (flops + numbers) / 2
