@@ -39,8 +39,16 @@ class Processor:
     unroll_bytes: float = 2**13
     unroll_kernels: float = 4
     unrolled: float = 1.0
-    # over the states, that adding increments up and measuring their change take besides
+    # Adding increments up and measuring their change takes, besides, so many kernels each time that the number of layers doubles,
+    # and passes over the states; of which so many bytes stay in the cache in a sweep.
+    sum_kernels: float = 0.0
     sum_passes: float = 0.0
+    cached_states: float = 0.0
+    # In a relay: the part of a gradient's kernels that form the weights' gradients, on all workers at once; and where each worker
+    # takes part in the turns of all, and selects, so many kernels for each of a layer in a turn, and passes over its states.
+    of_weights: float = 0.5
+    turn_kernels: float = 0.0
+    turn_passes: float = 0.0
     link: float = math.inf  # bytes a second to the next worker, if fewer than of the memory
     # most terms of a weight's gradient that is a sum of outer products: `with_few_terms`
     outer_terms: int = 0
@@ -57,20 +65,35 @@ class Processor:
             return max(steps, 1)
         return max(1, min(steps, _CHUNK_BYTES // each))
 
-    def one(self, layer: Footprint, *, steps: int) -> float:
-        """Seconds of a layer's arithmetic, one of ``steps`` layers, without the start of its kernels."""
+    def one(self, layer: Footprint, *, steps: int, bandwidth: float | None = None) -> float:
+        """Seconds of a layer's arithmetic, one of ``steps`` layers, without the start of its kernels.
+
+        ``bandwidth`` is that of its states, by default the memory's.
+        """
         cached = steps * layer.operands <= self.cache_bytes
         read = layer.operands / (self.cache_bandwidth if cached else self.bandwidth)
-        return max(layer.flops / self.flops, read + _BYTES * layer.numbers / self.bandwidth)
+        moved = _BYTES * layer.numbers / (bandwidth or self.bandwidth)
+        return max(layer.flops / self.flops, read + moved)
 
-    def serial(self, layer: Footprint, steps: int) -> tuple[float, float]:
-        """Seconds of serial propagation through ``steps`` layers: forward, and the further seconds of the gradient."""
+    def swept(self, layer: Footprint, steps: int) -> float:
+        """Bytes a second of the states in a sweep over ``steps`` layers."""
+        cached = steps * layer.working <= self.cached_states
+        return self.cache_bandwidth if cached else self.bandwidth
+
+    def serial(self, layer: Footprint, steps: int, workers: int = 1) -> tuple[float, float]:
+        """Seconds of serial propagation through ``steps`` layers: forward, and the further seconds of the gradient.
+
+        Over several ``workers`` it is a relay, without its messages.
+        """
         each = self.row_kernel if layer.one_row else self.kernel
         each = each * layer.kernels + self.operation * layer.operations
         each *= self.unrolled if self.serial_unroll(layer) > 1 else 1.0
         started = each if layer.flops >= _UNROLL_FLOPS or self.wide else 0.0
         one = self.one(layer, steps=steps)
-        return steps * (started + one), steps * (self.backward * started + 2 * one)
+        # what one worker after another forms, of the gradients of weights all at once
+        idle = (1 - 1 / workers) if self.two_passes(layer) else 0.0
+        back = self.backward * started * (1 - self.of_weights * idle) + one * (2 - idle)
+        return steps * (started + one), steps * back
 
     def two_passes(self, layer: Footprint) -> bool:
         """Whether a relay forms gradients apart from cotangents; on a CPU not those of products of few rows or flops.
@@ -83,10 +106,8 @@ class Processor:
     def batch(self, layer: Footprint, steps: int) -> float:
         """Seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
         starts = (layer.kernels + OF_A_SUM) * math.ceil(steps / self.at_once(layer, steps))
-        one = (
-            layer.branches * self.one(layer, steps=steps)
-            + self.few_rows * layer.few * layer.kernels
-        )
+        one = layer.branches * self.one(layer, steps=steps, bandwidth=self.swept(layer, steps))
+        one += self.few_rows * layer.few * layer.kernels
         return self.launch * starts + steps * one
 
     def jacobians(self, matrices: int, numbers: int) -> float:
@@ -182,12 +203,17 @@ def _tpu(flops: float, bandwidth: float, vmem: float, link: float, clock: float)
         operation=300 / clock,
         backward=1.5,
         launch=2000 / clock,
-        latency=2e-6,
+        latency=1e-6,
         launches=False,
         unroll_bytes=1.5e5,
         unroll_kernels=3,
         unrolled=0.75,
-        sum_passes=16,
+        sum_kernels=2,
+        sum_passes=8,
+        cached_states=vmem / 2,
+        of_weights=0.0,
+        turn_kernels=4.5,
+        turn_passes=6,
         link=link,
     )
 

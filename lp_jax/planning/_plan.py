@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lp_jax._arrays import _check
-from lp_jax._arrays._at_once import processor
 from lp_jax._arrays._types import State
 from lp_jax._choice._fastest import SERIAL, Pair
+from lp_jax._choice._processor import processor
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs

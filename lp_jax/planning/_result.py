@@ -243,7 +243,11 @@ class Plan:
             "",
             f"ms of a training step on more devices, spread along{unknown}",
             *map(str.rstrip, align(more)),
-            *(["", "A loss and its gradient, compiled", *comparison(self.spread)] if self.spread else []),
+            *(
+                ["", "A loss and its gradient, compiled", *comparison(self.spread)]
+                if self.spread
+                else []
+            ),
         ]
         return "\n".join(lines)
 

@@ -8,10 +8,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lp_jax._arrays import _tree
+from lp_jax._choice._fastest import SERIAL, Pair
 from lp_jax._comms._mesh import MeshComm
 from lp_jax._pipeline import pipeline
 from lp_jax._problem import Problem
-from lp_jax._solvers._default import SERIAL, Pair
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._compiled import Compiled, compiled, mesh_of
 from lp_jax.planning._measure import arrays, as_pair, examples_of
@@ -49,8 +49,8 @@ class Way(NamedTuple):
 def spread(problem: Problem, on: Mesh, solvers: Sequence[Solver | Pair]) -> dict[str, Compiled]:
     """Compile a loss and its gradient for each way to spread it over the devices of a mesh.
 
-    The loss is half the sum of squares of the last state. Its examples are divided if they are as many as the devices or a multiple,
-    along the first axis of the state. In the last ways the layers are spread, and the default, a relay and ``solvers`` solve.
+    The loss is half the sum of squares of the last state. Its examples, along the first axis of the state, are divided where the
+    number of devices divides theirs. In the last ways the layers are spread, and the default, a relay and ``solvers`` solve.
     """
     count, examples, given = on.size, examples_of(problem.y0), arrays(problem)
     one, row = (mesh_of(on.devices, layers=size) for size in (1, count))
@@ -99,12 +99,13 @@ def spread(problem: Problem, on: Mesh, solvers: Sequence[Solver | Pair]) -> dict
 
 def comparison(ways: Mapping[str, Compiled]) -> list[str]:
     """Lines that compare compiled programs: memory, messages and work of each device. A + marks loops of unknown length."""
-    rows = [("GiB a device", "", "messages", "MB", "kernels", "million cycles", "spread along")]
+    rows = [["GiB a device", "", "messages", "MB", "kernels", "million cycles", "spread along"]]
     for name, one in ways.items():
-        more = "+" if one.unknown_loops else ""
-        counts, sizes = ([sent[i] for sent in one.messages.values()] for i in (0, 1))
-        numbers = f"{sum(counts)}", f"{sum(sizes) / 1e6:.3g}", f"{one.kernels}", f"{one.cycles / 1e6:.3g}"
-        known = [number + more for number in numbers] if one.kernels else ["-"] * 4
-        memory = f"{sum(one.memory.values()) / 2**30:.3g}"
-        rows.append((memory, "fits" if one.fits else "OUT OF MEMORY", *known, name))
+        memory, cells = f"{sum(one.memory.values()) / 2**30:.3g}", ["OUT OF MEMORY", *"----"]
+        if one.fits:
+            counts, sizes = ([sent[i] for sent in one.messages.values()] for i in (0, 1))
+            megabytes, cycles = sum(sizes) / 1e6, one.cycles / 1e6
+            numbers = f"{sum(counts)}", f"{megabytes:.3g}", f"{one.kernels}", f"{cycles:.3g}"
+            cells = ["fits", *(number + "+" * bool(one.unknown_loops) for number in numbers)]
+        rows.append([memory, *cells, name])
     return align(rows)

@@ -453,6 +453,54 @@ def test_solvers_of_the_user_are_probed_first_and_a_compiled_program_runs_to_its
     assert found.best.error == 1e-3 and found.unprobed == 0
 
 
+def network_of_shapes(examples):
+    """Eight layers with inputs of their own; nothing to run."""
+
+    def step(y, at):
+        return y + at.dt * jnp.tanh(y @ at.params + at.data + at.shared[None])
+
+    weights, state, inputs, shared = (
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((8, 16, 16), (examples, 16), (8, examples, 16), (16,))
+    )
+    return lp_jax.Problem(step, weights, state, data=inputs, shared=shared)
+
+
+def test_ways_to_spread_a_network_are_compiled_and_compared():
+    """Each of four devices has a quarter of what is spread: of the weights, or of the state and the inputs of the layers."""
+    mesh = jax.make_mesh((4,), ("any",), devices=jax.devices()[:4])
+    found = lp_jax.plan(
+        network_of_shapes(8), topology=mesh, solvers=[lp_jax.Picard(sweeps=1)], error=1e-3
+    )
+    weights, state, inputs, shared = 8 * 16 * 16 * 4, 8 * 16 * 4, 8 * 8 * 16 * 4, 16 * 4
+    by_layer = (weights + inputs) // 4 + state + shared
+    both = weights // 2 + state // 2 + inputs // 4 + shared
+    assert {way: one.memory["arguments"] for way, one in found.spread.items()} == {
+        "one device": weights + state + inputs + shared,
+        "examples": weights + (state + inputs) // 4 + shared,
+        "weights": (weights + state + inputs) // 4 + shared,
+        "layers: pipeline, 4 microbatches": by_layer,
+        "2 x layers, 2 x examples: pipeline, 4 microbatches": both,
+        "layers: the default": by_layer,
+        "layers: relay": by_layer,
+        "layers: Picard(sweeps=1)": by_layer,
+    }
+    assert not found.spread["one device"].messages and found.spread["examples"].messages
+    assert found.workers == 4 and found.solver == lp_jax.Serial()  # no error is known
+    lines = str(found).split("A loss and its gradient, compiled\n")[1].splitlines()
+    assert len(lines) == 1 + len(found.spread) and lines[0].split()[:2] == ["GiB", "a"]
+    assert lines[1].split()[1] == "fits" and lines[1].endswith("  one device")
+
+
+def test_without_examples_for_every_device_only_layers_are_spread():
+    mesh = jax.make_mesh((2,), ("any",), devices=jax.devices()[:2])
+    found = lp_jax.plan(network_of_shapes(3), topology=mesh)
+    assert list(found.spread) == ["one device", "layers: the default", "layers: relay"]
+    full = planning.Compiled("a chip", 1, {"all": 2**31}, 2**30, 1.0)
+    lines = str(dataclasses.replace(found, spread={"one device": full})).splitlines()
+    assert lines[-1].split()[:4] == ["2", "OUT", "OF", "MEMORY"]
+
+
 @pytest.mark.parametrize(
     ("machine", "probe", "reason"),
     [
