@@ -26,6 +26,7 @@ class Processor:
     kernel: float  # to start a kernel in a loop over layers
     row_kernel: float  # the same for products of one row
     operation: float = 0.0  # more for each operation of a layer, where they are seldom fused
+    convolves: bool = False  # whether convolutions are as fast as products are
     backward: float  # kernels of a layer's gradient, relative to those of its evaluation
     launch: float  # to start a kernel that evaluates several layers
     # more for each kernel of a layer in a batch, where products have a few rows
@@ -35,7 +36,7 @@ class Processor:
     # whether one layer leaves most of it idle: layers at once, and gradients apart from cotangents, then cost little
     wide: bool = True
     # of layers whose serial propagation is unrolled where turns are not launched: most bytes, most kernels; and the time of
-    # their kernels then, relative to `kernel`
+    # their kernels then on one worker, relative to `kernel`
     unroll_bytes: float = 2**13
     unroll_kernels: float = 4
     unrolled: float = 1.0
@@ -72,8 +73,9 @@ class Processor:
         """
         cached = steps * layer.operands <= self.cache_bytes
         read = layer.operands / (self.cache_bandwidth if cached else self.bandwidth)
-        moved = _BYTES * layer.numbers / (bandwidth or self.bandwidth)
-        return max(layer.flops / self.flops, read + moved)
+        products = layer.convolved if self.convolves else 0.0
+        moved = _BYTES * (layer.numbers - products) / (bandwidth or self.bandwidth)
+        return max((layer.flops + 2 * products) / self.flops, read + moved)
 
     def swept(self, layer: Footprint, steps: int) -> float:
         """Bytes a second of the states in a sweep over ``steps`` layers."""
@@ -87,7 +89,7 @@ class Processor:
         """
         each = self.row_kernel if layer.one_row else self.kernel
         each = each * layer.kernels + self.operation * layer.operations
-        each *= self.unrolled if self.serial_unroll(layer) > 1 else 1.0
+        each *= self.unrolled if workers == 1 and self.serial_unroll(layer) > 1 else 1.0
         started = each if layer.flops >= _UNROLL_FLOPS or self.wide else 0.0
         one = self.one(layer, steps=steps)
         # what one worker after another forms, of the gradients of weights all at once
@@ -201,6 +203,7 @@ def _tpu(flops: float, bandwidth: float, vmem: float, link: float, clock: float)
         kernel=300 / clock,
         row_kernel=300 / clock,
         operation=300 / clock,
+        convolves=True,
         backward=1.5,
         launch=2000 / clock,
         latency=1e-6,
@@ -291,12 +294,12 @@ def processor(platform: str, kind: str = "") -> Processor:
     return found or (TPU if platform == "tpu" else ACCELERATOR)
 
 
-def at_hand(platform: str) -> Processor:
-    """Numbers of the devices of a platform; of an unknown kind where there are none, as when compiling for another machine."""
+def at_hand(platform: str, kind: str = "") -> Processor:
+    """Numbers of the devices of a platform, and of their kind where there are none, as when compiling for another machine."""
     try:
         devices = jax.devices(platform)
     except RuntimeError:
-        return processor(platform)
+        return processor(platform, kind)
     found = processor(platform, devices[0].device_kind)
     if len(devices) > 1:
         found = dataclasses.replace(found, kernel_step=None)  # such a kernel is not partitioned

@@ -453,36 +453,36 @@ def test_solvers_of_the_user_are_probed_first_and_a_compiled_program_runs_to_its
     assert found.best.error == 1e-3 and found.unprobed == 0
 
 
-def network_of_shapes(examples):
-    """Eight layers with inputs of their own; nothing to run."""
+def network_of_shapes(examples, data):
+    """Eight layers, whose inputs have examples or are one number; nothing to run."""
 
     def step(y, at):
-        return y + at.dt * jnp.tanh(y @ at.params + at.data + at.shared[None])
+        inputs = at.shared[None] + (at.data if data else 0)
+        return y + at.dt * jnp.tanh(y @ at.params + inputs)
 
-    weights, state, inputs, shared = (
-        jax.ShapeDtypeStruct(shape, jnp.float32)
-        for shape in ((8, 16, 16), (examples, 16), (8, examples, 16), (16,))
+    weights, state, shared = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16, 16), (examples, 16), (16,))
     )
+    inputs = jax.ShapeDtypeStruct((8, *data), jnp.float32) if data else None
     return lp_jax.Problem(step, weights, state, data=inputs, shared=shared)
 
 
 def test_ways_to_spread_a_network_are_compiled_and_compared():
-    """Each of four devices has a quarter of what is spread: of the weights, or of the state and the inputs of the layers."""
+    """Each of four devices has a quarter of what is spread: of the weights, or of the examples."""
     mesh = jax.make_mesh((4,), ("any",), devices=jax.devices()[:4])
     found = lp_jax.plan(
-        network_of_shapes(8), topology=mesh, solvers=[lp_jax.Picard(sweeps=1)], error=1e-3
+        network_of_shapes(8, ()), topology=mesh, solvers=[lp_jax.Picard(sweeps=1)], error=1e-3
     )
-    weights, state, inputs, shared = 8 * 16 * 16 * 4, 8 * 16 * 4, 8 * 8 * 16 * 4, 16 * 4
-    by_layer = (weights + inputs) // 4 + state + shared
-    both = weights // 2 + state // 2 + inputs // 4 + shared
+    weights, state, shared = 8 * 16 * 16 * 4, 8 * 16 * 4, 16 * 4
+    by_layer = weights // 4 + state + shared
     assert {way: one.memory["arguments"] for way, one in found.spread.items()} == {
-        "one device": weights + state + inputs + shared,
-        "examples": weights + (state + inputs) // 4 + shared,
-        "weights": (weights + state + inputs) // 4 + shared,
-        "layers: pipeline, 4 microbatches": by_layer,
-        "2 x layers, 2 x examples: pipeline, 4 microbatches": both,
-        "layers: the default": by_layer,
-        "layers: relay": by_layer,
+        "one device": weights + state + shared,
+        "examples": weights + state // 4 + shared,
+        "weights": (weights + state) // 4 + shared,
+        "layers: pipeline over 4, 4 microbatches": by_layer,
+        "layers: pipeline over 2, 4 microbatches": (weights + state) // 2 + shared,
+        "layers: Fastest()": by_layer,
+        "layers: Serial()": by_layer,
         "layers: Picard(sweeps=1)": by_layer,
     }
     assert not found.spread["one device"].messages and found.spread["examples"].messages
@@ -493,9 +493,17 @@ def test_ways_to_spread_a_network_are_compiled_and_compared():
 
 
 def test_without_examples_for_every_device_only_layers_are_spread():
+    """Nor are there pipelines where layers have data, which may be of single examples, too."""
     mesh = jax.make_mesh((2,), ("any",), devices=jax.devices()[:2])
-    found = lp_jax.plan(network_of_shapes(3), topology=mesh)
-    assert list(found.spread) == ["one device", "layers: the default", "layers: relay"]
+    divided = lp_jax.plan(network_of_shapes(2, (2, 16)), topology=mesh).spread
+    inputs = 8 * 2 * 16 * 4
+    assert divided["one device"].memory["arguments"] == 2 * (
+        divided["weights"].memory["arguments"] - 16 * 4 // 2
+    )
+    assert divided["layers: Serial()"].memory["arguments"] >= inputs // 2
+    assert not [way for way in divided if "pipeline" in way]
+    found = lp_jax.plan(network_of_shapes(3, ()), topology=mesh)
+    assert list(found.spread) == ["one device", "layers: Fastest()", "layers: Serial()"]
     full = planning.Compiled("a chip", 1, {"all": 2**31}, 2**30, 1.0)
     lines = str(dataclasses.replace(found, spread={"one device": full})).splitlines()
     assert lines[-1].split()[:4] == ["2", "OUT", "OF", "MEMORY"]
