@@ -147,7 +147,7 @@ def trace(
         (y0, shared), {name: str(np.asarray(t).tolist()) for name, t in times.items()}
     )
     workers = dataclasses.replace(
-        workers, processor=asked.value.processor or at_hand(comm.platform)
+        workers, processor=asked.value.processor or at_hand(comm.platform, comm.kind)
     )
     solvers = [solver.resolve(steps) for solver in solvers]
     traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
