@@ -59,7 +59,7 @@ def read(
 
     def backward(matrices: jax.Array, y0: jax.Array, left: Forward) -> PyTree:
         program, arrays = prepared(matrices, y0)
-        return program.backward(arrays, left, y0, (), keep=False)
+        return program.backward(arrays, left, y0, ())
 
     shapes = [
         jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((layers, _HIDDEN, _STATE), (_STATE,))
