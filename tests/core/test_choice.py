@@ -17,7 +17,7 @@ from lp_jax._choice._fastest import SERIAL, SWEEPS, Layers, choose, typical
 from lp_jax._choice._footprint import Footprint
 from lp_jax._choice._processor import CPU, processor
 from lp_jax._levels import _result
-from lp_jax._programs import _asked
+from lp_jax._programs import _results
 
 H200 = processor("gpu", "NVIDIA H200")
 
@@ -453,7 +453,7 @@ def test_an_overflow_is_the_worst_of_several_ends():
     assert int(results.forward) == _result.NON_FINITE < _result.NOT_FALLING == int(milder.forward)
     codes = jnp.asarray([_result.NOT_FALLING, _result.NON_FINITE, _result.DONE])
     with pytest.warns(UserWarning, match="the state is not finite"):
-        _asked.Results(codes, jnp.zeros(3, jnp.int32)).warn()
+        _results.Results(codes, jnp.zeros(3, jnp.int32)).warn()
     np.testing.assert_array_equal(_result.ranked(_result.ranked(codes)), codes)
 
 
@@ -485,7 +485,7 @@ def test_a_loop_hears_of_a_fallback_once():
     )  # forward and adjoint
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _asked.Results(jnp.int32(_result.DONE), jnp.int32(_result.SERIAL)).warn()
+        _results.Results(jnp.int32(_result.DONE), jnp.int32(_result.SERIAL)).warn()
 
 
 NAMED = {
