@@ -27,7 +27,6 @@ from lp_jax._programs._asked import asked
 from lp_jax._programs._program import Program
 from lp_jax._solvers._coupling import couplings, shares_weights
 from lp_jax._solvers._elementwise import places
-from lp_jax._solvers._jacobians import mean_example, own_operands
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Needs, Solver
 
@@ -168,12 +167,9 @@ def trace(
         for level, transfer in enumerate((None, *need.transfers)):
             u = u if transfer is None else _tree.shape_of(transfer[0], u)
             tracing.add(level, u, x)
-    axes = max(need.averaged_axes for need in needs)
-    single = _single_example(problem, y0, x, shared, axes) if axes else None
     others: list[StepKey] = [0, *(other for need in needs for other in need.steps)]
     for which in others:
-        for u, own in filter(None, ((_tree.shape_of(lambda y: y, y0), x), single)):
-            tracing.add(which, u, own)
+        tracing.add(which, _tree.shape_of(lambda y: y, y0), x)
 
     seen_by_all = shared, tuple(tracing.closed_over)
     weights = any(jax.tree.leaves(jax.tree.map(_tree.inexact, seen_by_all)))
@@ -187,7 +183,6 @@ def trace(
         differentiable=differentiable,
         recurrent=recurrent,
         footprint=footprint(tracing.programs[0], x, terms=terms),
-        single_example=single is not None,
     )
     slots, strides = (
         dataclasses.replace(
@@ -267,28 +262,6 @@ class _Tracing:
             if not known:
                 self.closed_over.append(constant)
         return step, Hoisted(closed.jaxpr, tuple(positions))
-
-
-def _single_example(
-    problem: _inputs.Network, y0: State, x: Slices, shared: PyTree, axes: int
-) -> tuple[State, Slices] | None:
-    """State and slice of a batch of one; None if the step does not take that, as where it closes over a batch."""
-
-    def call(u: State, x: Slices) -> State:
-        out = LayerStep(problem.step, 0, problem.has_aux)(u, x, shared)
-        return out[0] if problem.has_aux else out
-
-    one = functools.partial(_tree.shape_of, functools.partial(mean_example, axes=axes, single=True))
-    u = _tree.shape_of(lambda y: y, y0)
-    if len({leaf.shape[:axes] for leaf in jax.tree.leaves(u)}) > 1:
-        return None  # refused by the solver
-    own = own_operands(call, u, x, jax.tree.leaves(u)[0].shape[:axes])
-    u, x = jax.tree.map(one, u), jax.tree.map(lambda leaf, own: one(leaf) if own else leaf, x, own)
-    try:
-        out = jax.eval_shape(call, u, x)
-    except Exception:
-        return None
-    return (u, x) if signature(out) == signature(u) else None
 
 
 def _takes_exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:
