@@ -219,7 +219,8 @@ def _newton(at: Layers, rtol: float) -> tuple[float, Pair]:
         kinds = [(diagonal, at.examples * d // at.in_place, at.in_place, 4 + 2)]
     options = []
     for forward, matrices, columns, iterations in kinds:
-        evaluations = min(matrices, at.examples) / at.examples * columns
+        # of the whole batch: a shared Jacobian takes a column from each example
+        evaluations = max(1.0, min(matrices, at.examples) / at.examples * columns)
         one = evaluations * p.one(at.footprint, steps=at.layers) + p.jacobians(matrices, columns)
         each = p.launch * OF_NEWTON + at.layers * one
         relaxing = forward.relaxations * p.batch(at.footprint, at.layers)

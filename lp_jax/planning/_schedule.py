@@ -283,7 +283,7 @@ def _(solver: Newton, chain: _Chain) -> None:
         if solver.jacobian == "full":
             iteration.add("newton", 1, chain.mine)
         else:  # the states; their derivative for diagonal Jacobians, or that of the mean state and the chain of its Jacobians
-            iteration.evaluate(1 + (solver.jacobian != "identity"), chain.mine)
+            iteration.evaluate(2, chain.mine)
         iteration.send(1 + prefix_messages(chain.workers))
     chain.evaluate_last()
 
