@@ -1,14 +1,14 @@
 """Ways to spread a network over accelerators that need not be here, each compiled with its gradient."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._types import PyTree
+from lp_jax._arrays._types import PyTree, State
 from lp_jax._choice._fastest import SERIAL, Fastest, Pair
 from lp_jax._comms._mesh import MeshComm
 from lp_jax._pipeline import pipeline
@@ -18,7 +18,6 @@ from lp_jax.planning._compiled import Compiled, compiled, mesh_of
 from lp_jax.planning._measure import arrays, as_pair, examples_of
 from lp_jax.planning._words import align, pair
 
-Loss = Callable[..., jax.Array]
 DEFAULT = Fastest(), Fastest()
 
 
@@ -30,49 +29,45 @@ def spread(problem: Problem, on: Mesh, solvers: Sequence[Solver | Pair]) -> dict
     layers are spread, and the default, a relay and ``solvers`` solve.
     """
     count, given = on.size, arrays(problem)
-    one, row = (mesh_of(on.devices, layers=size) for size in (1, count))
     found = {}
 
-    def loss(solvers: Pair, comm: MeshComm | None, *values: PyTree) -> jax.Array:
-        here = problem.replace(**dict(zip(given, values, strict=True)), comm=comm)
-        solution = here.solve(solver=solvers[0], adjoint_solver=solvers[1])
-        return _tree.sum_of_squares(solution.y1) / 2
+    def look(way: str, layers: int, parts: int, *solvers: Solver, weights: str = "") -> None:
+        """Compile a way: the sizes of the mesh's axes; solvers, none of a pipeline; the axis that divides each weight."""
+        mesh = mesh_of(on.devices, layers=layers, examples=parts)
 
-    def piped(comm: MeshComm, params: PyTree, y0: PyTree, *others: PyTree) -> jax.Array:
-        """The loss as a pipeline. Microbatches are an inner axis of the examples, which may be spread, too."""
-        parts = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), y0)
-        run = pipeline(functools.partial(loss, DEFAULT, None), comm, in_axes=(None, 1, None, None))
-        return run(params, parts, *others).sum()
+        def loss(params: PyTree, y0: State, shared: PyTree, data: PyTree) -> jax.Array:
+            values = {"params": params, "y0": y0, "shared": shared, "data": data}
+            here = problem.replace(**values, comm=MeshComm(mesh) if solvers else None)
+            y1 = here.solve(**dict(zip(("solver", "adjoint_solver"), solvers, strict=False))).y1
+            return _tree.sum_of_squares(y1) / 2
 
-    def look(way: str, mesh: Mesh, loss: Loss, weights: Sequence[Any], *examples: str) -> None:
-        """Compile a loss, with weights and examples spread over axes of the mesh, in the order of their own axes."""
-        axes = weights, examples, (), (weights[0], *examples)
+        def piped(params: PyTree, y0: State, *others: PyTree) -> jax.Array:
+            """The loss as a pipeline. Microbatches are an inner axis of the examples, which may be spread, too."""
+            several = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), y0)
+            run = pipeline(loss, mesh, in_axes=(None, 1, None, None))
+            return run(params, several, *others).sum()
+
+        axes = ("layers", weights or None), ("examples",), (), ("layers", "examples")
         shapes = [
-            jax.tree.map(
-                lambda x, own=own: _placed(x, NamedSharding(mesh, PartitionSpec(*own))), tree
-            )
+            jax.tree.map(functools.partial(_placed, NamedSharding(mesh, PartitionSpec(*own))), tree)
             for tree, own in zip(given.values(), axes, strict=True)
         ]
-        gradient = jax.value_and_grad(loss, argnums=(0, 1, 2), allow_int=True)
+        gradient = jax.value_and_grad(loss if solvers else piped, argnums=(0, 1, 2), allow_int=True)
         found[way] = compiled(gradient, *shapes, on=mesh)
 
-    alone = functools.partial(loss, SERIAL, None)
-    look("one device", one, alone, [None])
+    look("one device", 1, 1, *SERIAL)
     if count > 1 and examples_of(problem.y0) % count == 0:
-        look("examples", row, alone, [None], "layers")
-        look("weights", row, alone, [None, "layers"], "layers")
+        look("examples", 1, count, *SERIAL)
+        look("weights", 1, count, *SERIAL, weights="examples")
         if problem.data is None:
-            both = mesh_of(on.devices, layers=count // 2, examples=2)
-            for mesh, examples in ((row, ()), (both, ("examples",))):
-                way = f"layers: pipeline over {mesh.shape['layers']}, {count} microbatches"
-                look(way, mesh, functools.partial(piped, MeshComm(mesh)), ["layers"], *examples)
+            look("layers: pipeline", count, 1)
+            look("layers and examples: pipeline", count // 2, 2)
     for each in (DEFAULT, SERIAL, *map(as_pair, solvers)):
-        solved = functools.partial(loss, each, MeshComm(row))
-        look(f"layers: {pair(*each)}", row, solved, ["layers"])
+        look(f"layers: {pair(*each)}", count, 1, *each)
     return found
 
 
-def _placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def _placed(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array that is spread over a mesh, or on every device where the mesh does not divide it."""
     try:
         sharding.shard_shape(x.shape)

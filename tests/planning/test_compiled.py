@@ -134,8 +134,8 @@ def test_the_page_and_the_script_to_copy_run():
         "one device": False,
         "examples": False,
         "weights": True,
-        "layers: pipeline over 8, 8 microbatches": True,
-        "layers: pipeline over 4, 8 microbatches": True,
+        "layers: pipeline": True,
+        "layers and examples: pipeline": True,
         "layers: Fastest()": True,
         "layers: Serial()": True,
     }
