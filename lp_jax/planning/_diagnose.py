@@ -20,7 +20,6 @@ from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax._solvers._sweeps import Picard
-from lp_jax.planning._estimate import estimate
 from lp_jax.planning._measure import (
     Deadline,
     announce,
@@ -214,9 +213,11 @@ def diagnose(
     deadline = Deadline(seconds)
     size = problem.comm.size
     problem = problem.replace(comm=None)
-    machine = estimate(problem)
-    sweep = machine.seconds("forward", math.ceil(problem.layers / size))
-    serial = problem.layers * sum(machine.per_layer)
+    program, _ = trace(problem, (Serial(),))
+    processor = program.workers.processor
+    layer = program.traced.footprint
+    sweep = processor.batch(layer, math.ceil(problem.layers / size))
+    serial = sum(processor.serial(layer, problem.layers))
     problem = few(problem, examples)
     if cotangent is not None:
         cotangent = jax.tree.map(
