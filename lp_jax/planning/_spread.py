@@ -18,8 +18,6 @@ from lp_jax.planning._compiled import Compiled, compiled, mesh_of
 from lp_jax.planning._measure import arrays, as_pair, examples_of
 from lp_jax.planning._words import align, pair
 
-DEFAULT = Fastest(), Fastest()
-
 
 def spread(problem: Problem, on: Mesh, solvers: Sequence[Solver | Pair]) -> dict[str, Compiled]:
     """Compile a loss and its gradient for each way to spread it over the devices of a mesh.
@@ -62,7 +60,7 @@ def spread(problem: Problem, on: Mesh, solvers: Sequence[Solver | Pair]) -> dict
         if problem.data is None:
             look("layers: pipeline", count, 1)
             look("layers and examples: pipeline", count // 2, 2)
-    for each in (DEFAULT, SERIAL, *map(as_pair, solvers)):
+    for each in ((Fastest(), Fastest()), SERIAL, *map(as_pair, solvers)):
         look(f"layers: {pair(*each)}", count, 1, *each)
     return found
 

@@ -11,8 +11,8 @@ are enough.
 | one device | all weights, all examples |
 | examples | all weights, a part of the examples: data parallelism |
 | weights | a part of every weight, gathered where it is used, and of the examples |
-| layers: pipeline over 8 | a run of layers, in as many microbatches as there are devices |
-| layers: pipeline over 4 | the same over half of the devices, twice side by side, each with half of the examples |
+| layers: pipeline | a run of layers, in as many microbatches as there are devices |
+| layers and examples: pipeline | the same over half of the devices, twice side by side, each with half of the examples |
 | layers: Fastest(), Serial() | a run of layers: the default, and one device after the other |
 
 For a loss of your own kind, spread in your own way, take ``planning.compiled(loss, *shapes, on="v5e:2x4")``.
