@@ -47,6 +47,11 @@ class Comm(abc.ABC):
         return default_platform()
 
     @property
+    def kind(self) -> str:
+        """Kind of the workers' devices, `jax.Device.device_kind`, where they may be others than JAX's; empty by default."""
+        return ""
+
+    @property
     def splits(self) -> bool:
         """Whether the caller of `solve` passes this process's layers only."""
         return False

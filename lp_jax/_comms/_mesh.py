@@ -75,6 +75,10 @@ class MeshComm(Comm):
         return str(self.mesh.devices.flat[0].platform)
 
     @property
+    def kind(self) -> str:
+        return str(self.mesh.devices.flat[0].device_kind)
+
+    @property
     def automatic(self) -> Mesh | AbstractMesh:
         """The mesh with all axes automatic; inside a `jax.shard_map` over other axes, the mesh of that context."""
         names, here = self.mesh.axis_names, jax.sharding.get_abstract_mesh()

@@ -80,7 +80,6 @@ class Chain:
             at_once=at_once,
             unroll=self.workers.processor.serial_unroll(self.traced.footprint),
             transfer=transfer,
-            single_example=self.traced.single_example and self.level is None,
             chain=self,
         )
 

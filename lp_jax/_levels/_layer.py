@@ -124,9 +124,6 @@ class Traced:
         bool, ...
     ]  # the leaves of the slices with a gradient; times only where they are traced
     recurrent: bool = False  # whether all its weights are shared: their gradient is one contraction over all steps
-    single_example: bool = (
-        False  # whether the step also takes a single example, for a solver that averages examples
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,7 +65,6 @@ class Level:
     gathered: PyTree = (
         None  # operands of all workers' steps, where the level is solved on every worker
     )
-    single_example: bool = False  # whether ``step`` also takes a single example
     unit: Scalar | None = None  # size of the states, in which residuals are squared; None for 1
     origin: SliceStep | None = (
         None  # step whose Jacobian Newton takes; of an adjoint level the one that is transposed

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import Points, Scalar, State
@@ -23,6 +24,60 @@ _NOISE = 32  # times the rounding of the norm: smaller changes may go up and dow
 # rate by which a change is trusted to shrink in the next iteration, even if it fell faster
 _FASTEST = 0.3
 _STALLED = 4  # iterations that do not halve an error that had fallen tenfold: rounding, or a limit
+
+
+class Progress(NamedTuple):
+    """How near the iterations of a solver with a tolerance are to it. All workers have the same numbers.
+
+    Attributes:
+        errors: changes or residuals of the iterations that were made, in sizes of the first one; norms of residuals if there is
+            no ``rtol``.
+        sizes: size of each component in the first iteration, a tree like a state.
+        done: number of iterations that were made before this one.
+        met: whether the tolerance is met.
+        given_up: whether more iterations do not help.
+
+    Example:
+        >>> import jax.numpy as jnp, lp_jax
+        >>> start = lp_jax.Progress.start(jnp.ones(3), 5, jnp.float32)
+        >>> start.errors.shape, bool(start.met | start.given_up)
+        ((5,), False)
+    """
+
+    errors: jax.Array
+    sizes: State
+    done: jax.Array
+    met: jax.Array
+    given_up: jax.Array
+
+    @classmethod
+    def start(cls, y0: State, iterations: int, dtype: DTypeLike) -> "Progress":
+        """Nothing is known before the first of the iterations."""
+        no = jnp.asarray(False)
+        return cls(jnp.zeros((iterations,), dtype), jax.tree.map(jnp.abs, y0), jnp.int32(0), no, no)
+
+    def measured(self, error: Scalar) -> "Progress":
+        """Write down the error of this iteration."""
+        errors = self.errors.at[self.done].set(error.astype(self.errors.dtype))
+        return self._replace(errors=errors)
+
+    def compared(self, y0: State, magnitudes: State, sizes: State) -> "Progress":
+        """Write down the largest changes, or residuals, of this iteration in sizes of the first one."""
+        # a component may be zero until another one has moved it
+        sizes = jax.tree.map(
+            lambda x, size: jnp.where((self.done == 0) | (x == 0), size, x), self.sizes, sizes
+        )
+        return self._replace(sizes=sizes).measured(error_of_residuals(y0, magnitudes, sizes))
+
+    @property
+    def last(self) -> Scalar:
+        """The error of this iteration."""
+        return self.errors[self.done]
+
+    def within(self, error: Scalar, tolerance: float | jax.Array) -> "Progress":
+        """The tolerance is met once an error is at most this."""
+        limit = jnp.asarray(tolerance, self.errors.dtype)
+        return self._replace(met=self.met | (error.astype(self.errors.dtype) <= limit))
 
 
 class Changes(NamedTuple):
@@ -160,7 +215,7 @@ def growth(level: Level, squares: State) -> Scalar:
     return jax.tree.reduce(jnp.add, jax.tree.map(leaf, level.y0, squares))
 
 
-def hopeless(errors: jax.Array, k: jax.Array, goal: jax.Array | None) -> jax.Array:
+def hopeless(errors: jax.Array, k: jax.Array, goal: float | Scalar | None) -> jax.Array:
     """Whether ``k`` errors show that the iteration diverges, stalls, or misses a ``goal`` of sweeps.
 
     Errors of sweeps fall like ``(L T)^s / s!``. The last two give ``L T``, and so the error after all sweeps.
@@ -175,4 +230,4 @@ def hopeless(errors: jax.Array, k: jax.Array, goal: jax.Array | None) -> jax.Arr
     predicted = (
         jnp.log(last) + (most - k).astype(errors.dtype) * slope - (factorial[-1] - factorial[k - 1])
     )
-    return given_up | ((k > 1) & (predicted > jnp.log(goal)))
+    return given_up | ((k > 1) & (predicted > jnp.log(jnp.asarray(goal, errors.dtype))))

@@ -28,7 +28,6 @@ from lp_jax._programs._program import Program
 from lp_jax._programs._relay import LAYERS, WHOLE
 from lp_jax._solvers._coupling import couplings, shares_weights
 from lp_jax._solvers._elementwise import places
-from lp_jax._solvers._jacobians import mean_example, own_operands
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 
@@ -148,7 +147,7 @@ class Tracing:
         self._table: dict[StepKey, dict[Signature, tuple[LayerStep, Hoisted | None]]] = {}
         self._add(0, self.u, self.x)
 
-        processor = asked.value.processor or at_hand(comm.platform)
+        processor = asked.value.processor or at_hand(comm.platform, comm.kind)
         self.workers = dataclasses.replace(workers, processor=processor)
         weights = any(map(_tree.inexact, jax.tree.leaves((shared, self.closed_over))))
         self.recurrent = weights and not any(jax.tree.leaves(mask.params))
@@ -182,7 +181,7 @@ class Tracing:
 
     def program(self, solvers: Sequence[Solver]) -> tuple[Program, Arrays]:
         """The program of these solvers, and its arrays. A step is traced once per level and kind of state."""
-        steps, single = self.workers.layers, None
+        steps = self.workers.layers
         solvers = [solver.resolve(steps) for solver in solvers]
         needs = [solver.needs(steps) for solver in solvers]
         for need in needs:
@@ -190,13 +189,9 @@ class Tracing:
             for level, transfer in enumerate((None, *need.transfers)):
                 u = u if transfer is None else _tree.shape_of(transfer[0], u)
                 self._add(level, u, self.x)
-        axes = max(need.averaged_axes for need in needs)
-        if axes:
-            single = _single_example(self.problem, self.u, self.x, self.shared, axes)
-        others: list[StepKey] = [0, *(other for need in needs for other in need.steps)]
-        for which in others:
-            for u, x in filter(None, ((self.u, self.x), single)):
-                self._add(which, u, x)
+        for need in needs:
+            for other in need.steps:
+                self._add(other, self.u, self.x)
 
         few = any(has_few(program, self.terms) for program in self.programs)
         traced = Traced(
@@ -205,7 +200,6 @@ class Tracing:
             differentiable=self.differentiable,
             recurrent=self.recurrent,
             footprint=self.footprint,
-            single_example=single is not None,
         )
         workers = dataclasses.replace(
             self.workers.fit(common_unit(solvers, steps)),
@@ -270,27 +264,6 @@ class Tracing:
             if not known:
                 self.closed_over.append(constant)
         return step, Hoisted(closed.jaxpr, tuple(positions))
-
-
-def _single_example(
-    problem: _inputs.Network, u: State, x: Slices, shared: PyTree, axes: int
-) -> tuple[State, Slices] | None:
-    """State and slice of a batch of one; None if the step does not take that, as where it closes over a batch."""
-
-    def call(u: State, x: Slices) -> State:
-        out = LayerStep(problem.step, 0, problem.has_aux)(u, x, shared)
-        return out[0] if problem.has_aux else out
-
-    one = functools.partial(_tree.shape_of, functools.partial(mean_example, axes=axes, single=True))
-    if len({leaf.shape[:axes] for leaf in jax.tree.leaves(u)}) > 1:
-        return None  # refused by the solver
-    own = own_operands(call, u, x, jax.tree.leaves(u)[0].shape[:axes])
-    u, x = jax.tree.map(one, u), jax.tree.map(lambda leaf, own: one(leaf) if own else leaf, x, own)
-    try:
-        out = jax.eval_shape(call, u, x)
-    except Exception:
-        return None
-    return (u, x) if signature(out) == signature(u) else None
 
 
 def _takes_exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:

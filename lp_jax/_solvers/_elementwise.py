@@ -19,11 +19,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from lp_jax._arrays import _tree
 from lp_jax._arrays._check import register
 from lp_jax._arrays._products import CALLS, array_type, bind, evaluate
-from lp_jax._arrays._types import Advance, CPoints, PyTree, SliceStep, Stacked, State
+from lp_jax._arrays._types import CPoints, PyTree, SliceStep, Stacked, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import sweep
-from lp_jax._solvers._solver import Solver, Start
+from lp_jax._solvers._solver import AllStates, Start
 
 _SAME_ORDER = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
 _BY_ITSELF = """abs add add_any and ceil clamp convert_element_type cos cosh div eq exp exp2 expm1 floor ge gt integer_pow le
@@ -349,7 +349,7 @@ def places(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> int:
 
 @register()
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Elementwise(Solver):
+class Elementwise(AllStates):
     """Serial propagation in one kernel, for steps that act on each number of the state by itself, on one NVIDIA GPU.
 
     On other devices it is a scan. Long chains are cut into intervals, which Newton's method joins to rounding.
@@ -390,10 +390,3 @@ class Elementwise(Solver):
             level, _affine, _tree.wide(level.y0), _tree.wide((columns, total)), None
         )
         return Start(_tree.narrow(lam, level.y0), taken=taken)
-
-    def finish(
-        self, levels: Sequence[Level], u: CPoints, advance: Advance | None
-    ) -> tuple[CPoints, PyTree]:
-        return u, None if advance is None else sweep(
-            levels[0], levels[0].incoming(u), advance=advance
-        )[1]

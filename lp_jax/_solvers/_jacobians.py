@@ -152,16 +152,17 @@ class Full(Whole):
 class Shared(Whole):
     """One whole Jacobian for all examples, transposed, ``(d, d)``: at the mean of their states and of their operands.
 
-    The step is evaluated for a ``single`` example at the mean, if it takes one. Otherwise every example is at the mean and takes
-    a unit vector of its own: each evaluation gives as many columns as there are examples.
+    Every example is at the mean and takes a unit vector of its own: each evaluation gives as many columns as there are examples.
     """
 
     axes = -1, -2
     group = 2
 
-    def __init__(self, state: State, batch_axes: int, *, single: bool) -> None:
-        super().__init__(state, batch_axes)
-        self._mean = functools.partial(mean_example, axes=self._axes, single=single)
+    def _mean(self, x: jax.Array) -> jax.Array:
+        """The mean over the examples, repeated for each of them."""
+        axes = tuple(range(self._axes))
+        mean = jnp.mean(_tree.wide(x), axis=axes, keepdims=True).astype(x.dtype)
+        return _tree.broadcast(mean, x)
 
     def operands(self, step: Step, u: State, xs: PyTree) -> PyTree:
         """With the mean over examples where each example has its own."""
@@ -191,12 +192,6 @@ class Shared(Whole):
 
     def compose(self, first: jax.Array, second: jax.Array) -> jax.Array:
         return jnp.matmul(first, second, precision=lax.Precision.HIGHEST)
-
-
-def mean_example(x: jax.Array, *, axes: int, single: bool) -> jax.Array:
-    """The mean over the examples: as a ``single`` one, or repeated for each of them."""
-    mean = jnp.mean(_tree.wide(x), axis=tuple(range(axes)), keepdims=True).astype(x.dtype)
-    return mean if single else _tree.broadcast(mean, x)
 
 
 def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyTree:

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._check import register
-from lp_jax._arrays._types import Advance, CPoints, PyTree, State
+from lp_jax._arrays._types import CPoints, PyTree, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level, Residual, measure
 from lp_jax._levels._sweep import each, sweep
 from lp_jax._solvers import _affine
 from lp_jax._solvers._affine import Maps
 from lp_jax._solvers._jacobians import Blocks, Full, Shared
-from lp_jax._solvers._solver import Needs, Solver, Start, constant
+from lp_jax._solvers._solver import AllStates, Needs, Solver, Start, constant
 
-JACOBIANS = ("full", "shared", "diagonal", "identity")
+JACOBIANS = ("full", "shared", "diagonal")
 
 
 class Damping(abc.ABC):
@@ -102,7 +102,7 @@ class Iterate(NamedTuple):
 
 @register("rtol", "atol", "damping")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Newton(Solver):
+class Newton(AllStates):
     r"""Newton's method on the states of all layers at once.
 
     With :math:`A_n` the Jacobian of layer n at the state that enters it, an iteration solves
@@ -116,11 +116,11 @@ class Newton(Solver):
 
     Args:
         jacobian: "full"; "shared": one for all examples, at the mean of their states and inputs, with the memory and products of
-            a single example, but more iterations, also in the adjoint, which then starts from zeros; "diagonal": only
-            couplings between equal positions, k x k at each position for k leaves of one shape; or "identity": no
-            evaluations, which is `Picard`. Parameters plus k - 1 trees of the same structure, such as the moments of an
-            optimizer, count as k leaves. With "diagonal" layers that couple only equal positions, such as `nn.ParaGRU`, take k
-            evaluations and converge as with "full"; others take as many as "full", with less memory.
+            a single example, but more iterations, also in the adjoint, which then starts from zeros; or "diagonal": only
+            couplings between equal positions, k x k at each position for k leaves of one shape. Parameters plus k - 1 trees of
+            the same structure, such as the moments of an optimizer, count as k leaves. With "diagonal" layers that couple only
+            equal positions, such as `nn.ParaGRU`, take k evaluations and converge as with "full"; others take as many as "full",
+            with less memory.
         iterations: number of iterations; with a tolerance their maximum. N iterations are exact for N layers.
         relaxations: number of Jacobi sweeps before the first iteration, each one evaluation of all layers. They forget the guess
             as fast as the network forgets its initial state: a trained recurrent network gets near its states in some 16.
@@ -163,7 +163,6 @@ class Newton(Solver):
     jacobian_of: Callable[..., PyTree] | None = None
     storage: str = "all"
     at_once: int | float | str = "auto"
-    compares_changes = True
     recovers = True
 
     def __post_init__(self) -> None:
@@ -176,8 +175,6 @@ class Newton(Solver):
             raise TypeError(
                 f"jacobian_of must be a function of the form of the step; got {self.jacobian_of!r}."
             )
-        if self.jacobian_of is not None and self.jacobian == "identity":
-            raise ValueError('jacobian="identity" uses no Jacobian; remove jacobian_of.')
         _check.one_of("storage", self.storage, ("states", "all"))
         _check.at_once(self.at_once)
         _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
@@ -197,10 +194,7 @@ class Newton(Solver):
         return (dataclasses.replace(level, origin=origin),)
 
     def needs(self, steps: int) -> Needs:
-        return Needs(
-            steps=() if self.jacobian_of is None else (self.jacobian_of,),
-            averaged_axes=self._averaged_axes,
-        )
+        return Needs(steps=() if self.jacobian_of is None else (self.jacobian_of,))
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         level, shared = levels[0], self.jacobian == "shared"
@@ -221,7 +215,7 @@ class Newton(Solver):
             operands = level.xs[0] if level.reverse else level.xs
             u = u._replace(operands=self._kind(level).operands(_forward(level), level.y0, operands))
         measured = self._measures(level)
-        if level.reverse and self.jacobian != "identity" and (self.iterations > 1 or measured):
+        if level.reverse and (self.iterations > 1 or measured):
             stepped, jacobians = self._linearise(level, u)
             u = Iterate(u.states, jacobians=jacobians)
             if measured:
@@ -240,7 +234,7 @@ class Newton(Solver):
         if self._measures(level):
             stepped = sweep(level, level.incoming(old))[0]
             return Iterate(stepped), measure(level, _tree.sub(stepped, old))
-        if self.jacobian == "identity" or u.jacobians is not None:
+        if u.jacobians is not None:
             stepped, jacobians = sweep(level, level.incoming(old))[0], u.jacobians
         else:
             stepped, jacobians = self._linearise(level, u)
@@ -251,39 +245,23 @@ class Newton(Solver):
         return u._replace(states=new), residual._replace(squares=squares)
 
     def _solve(
-        self, level: Level, old: CPoints, stepped: CPoints, jacobians: jax.Array | None
+        self, level: Level, old: CPoints, stepped: CPoints, jacobians: jax.Array
     ) -> tuple[CPoints, jax.Array]:
         """The states of the linear chain, and whether all are finite; those that are not stay as they were."""
         residuals = _tree.sub(stepped, old)
-        if jacobians is None:
-            change = level.cumsum(residuals, _tree.zeros_like(level.y0))
-        else:
-            kind = self._kind(level)
-            maps = Maps(*_tree.wide((jacobians, jax.vmap(kind.join)(residuals))))
-            change = jax.vmap(kind.part)(
-                _affine.solve(level.workers, maps, kind, reverse=level.reverse)
-            )
+        kind = self._kind(level)
+        maps = Maps(*_tree.wide((jacobians, jax.vmap(kind.join)(residuals))))
+        solved = _affine.solve(level.workers, maps, kind, reverse=level.reverse)
+        change = jax.vmap(kind.part)(solved)
         new = _tree.add(old, change)
         finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(new)])
         # numbers that overflowed would never become finite, and the first k states would not be exact
         new = jax.tree.map(lambda x, before: jnp.where(jnp.isfinite(x), x, before), new, old)
         return new, jnp.all(finite)
 
-    def finish(
-        self, levels: Sequence[Level], u: CPoints, advance: Advance | None
-    ) -> tuple[CPoints, PyTree]:
-        return u, None if advance is None else sweep(
-            levels[0], levels[0].incoming(u), advance=advance
-        )[1]
-
-    @property
-    def _averaged_axes(self) -> int:
-        shared = 1 if self.batch_axes is None else self.batch_axes
-        return shared if self.jacobian == "shared" else 0
-
     def _kind(self, level: Level) -> Full | Blocks | Shared:
         if self.jacobian == "shared":
-            return Shared(level.y0, self._averaged_axes, single=level.single_example)
+            return Shared(level.y0, 1 if self.batch_axes is None else self.batch_axes)
         if self.jacobian == "diagonal":
             return Blocks(level.y0, self.batch_axes)
         unmeasured = level.reverse and self.iterations == 1 and not self.has_tolerance

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Slices, State, Transfer
+from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, Slices, State, Transfer
 from lp_jax._comms._mesh import anywhere
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level, Residual, largest
 from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, NOT_CONVERGED, of_norms
 from lp_jax._levels._sweep import march, sweep
 from lp_jax._levels._tolerance import (
-    Changes,
+    Progress,
     changes,
     error_of_changes,
     error_of_residuals,
@@ -54,11 +54,10 @@ class Needs(NamedTuple):
     Attributes:
         transfers: pairs (restrict, prolong) of the state from each level to the next coarser one; None where it keeps its size.
         steps: other steps of the user.
-        averaged_axes: number of leading axes of examples, if the step is also evaluated at their mean; else 0.
 
     Example:
         >>> import lp_jax
-        >>> lp_jax.Newton(jacobian="shared", batch_axes=1).needs(64) == lp_jax.Needs(averaged_axes=1)
+        >>> lp_jax.Newton(jacobian="shared", batch_axes=1).needs(64) == lp_jax.Needs()
         True
         >>> lp_jax.Start(state=None).spent  # the other record that a solver returns
         0
@@ -66,7 +65,6 @@ class Needs(NamedTuple):
 
     transfers: Sequence[Transfer | None] = ()
     steps: tuple[Callable[..., PyTree], ...] = ()
-    averaged_axes: int = 0
 
 
 class Solver(CoarseStep):
@@ -77,16 +75,14 @@ class Solver(CoarseStep):
     defaults. On a level it may use `f_relax`, `c_relax`, `residual`, and ``level.cumsum``.
 
     Attributes:
-        rtol: stop when the residuals are at most this times the first ones that were measured, or, with ``compares_changes``,
-            when the last change of the states is at most this times their size; None: no such test. Each component of the
-            state is compared with its own size, so that units do not matter.
+        rtol: stop when the residuals are at most this times the first ones that were measured, or what else `terminate` compares
+            with it; None: no such test. Each component of the state is compared with its own size, so that units do not matter.
         atol: stop when the residual norm is at most this; None: no such test.
         fallback: whether the layers are propagated serially where the tolerance is not met.
         storage: "all" if the forward solve keeps all arrays that the adjoint needs.
         at_once: number of layers that a worker evaluates at once, or "auto".
         exact: whether the states are those of serial propagation, for all settings.
         in_turn: whether layers are propagated one after another, and nothing else.
-        compares_changes: whether ``rtol`` is compared with changes of the states, as residuals add up along the chain.
         recovers: whether iterations continue after a state that is not finite.
         errors_fall_fast: whether errors fall like ``(L T)^s / s!``, so that two of them foretell the last one.
         chooses: whether it stands for solvers that are chosen when a network is traced, as `Fastest` does.
@@ -99,7 +95,6 @@ class Solver(CoarseStep):
     at_once: int | float | str = "auto"
     exact: bool = False
     in_turn: bool = False
-    compares_changes: bool = False
     recovers: bool = False
     errors_fall_fast: bool = False
     chooses: bool = False
@@ -127,10 +122,42 @@ class Solver(CoarseStep):
         """Return the C-points that a state holds; by default the state itself."""
         return state
 
-    def compared(self, levels: Sequence[Level], state: PyTree) -> tuple[Points, State]:
-        """Return the states whose changes are compared with ``rtol``, and the one that leaves this worker."""
-        u = self.c_points(levels, state)
-        return u, levels[0].edge(u)
+    def terminate(
+        self,
+        levels: Sequence[Level],
+        before: PyTree,
+        after: PyTree,
+        residual: Residual,
+        progress: Progress,
+    ) -> Progress:
+        """Judge an iteration, which made the state ``after`` of the one ``before``: is a tolerance met, or is it hopeless?
+
+        By default the residuals are compared with the first ones. It is not called where there is no tolerance.
+        """
+        level = levels[0]
+        progress = self._compare_norm(level, residual, progress)
+        if self.rtol is not None:
+            sizes = largest(self.c_points(levels, after))
+            found = level.workers.max(stop_gradient((residual.largest, sizes)))
+            progress = progress.compared(level.y0, *found)
+            error = error_of_residuals(level.y0, *found)
+            left = relative_to_first(error, progress.errors[0])
+            progress = progress.within(left, self.rtol)
+        return self._give_up(progress)
+
+    def _compare_norm(self, level: Level, residual: Residual, progress: Progress) -> Progress:
+        """Compare the norm of the residuals with ``atol``, if there is one."""
+        if self.atol is None:
+            return progress
+        norm = level.norm(residual)
+        return progress.measured(norm).within(norm, self.atol)
+
+    def _give_up(self, progress: Progress, goal: float | Scalar | None = None) -> Progress:
+        """Give up if the error is not finite, or shows that serial propagation has to take over; ``goal`` as in `hopeless`."""
+        given_up = jnp.asarray(False) if self.recovers else ~jnp.isfinite(progress.last)
+        if self.fallback:
+            given_up |= hopeless(progress.errors, progress.done + 1, goal)
+        return progress._replace(given_up=given_up)
 
     def finish(
         self, levels: Sequence[Level], u: CPoints, advance: Advance | None
@@ -181,6 +208,49 @@ class Solver(CoarseStep):
             return levels[0].last(solve_levels(solver, levels))
 
         return Coarse(through, _tree.split(chain.slices, span))
+
+
+class AllStates(Solver):
+    """A solver that iterates on the states after all layers, and ends when they no longer change.
+
+    Residuals add up along a chain of layers, and a change of the states is their sum.
+    """
+
+    def states(self, levels: Sequence[Level], state: PyTree) -> tuple[Points, State]:
+        """The states that are compared, and the one that leaves this worker."""
+        u = self.c_points(levels, state)
+        return u, levels[0].edge(u)
+
+    def terminate(
+        self,
+        levels: Sequence[Level],
+        before: PyTree,
+        after: PyTree,
+        residual: Residual,
+        progress: Progress,
+    ) -> Progress:
+        level, goal = levels[0], self.atol
+        progress = self._compare_norm(level, residual, progress)
+        if self.rtol is not None:
+            found = changes(level, self.states(levels, before), self.states(levels, after))
+            if self.recovers:  # what was set back has not changed, and is no solution
+                finite = jnp.isfinite(residual.total)
+                kept = jax.tree.map(lambda x: jnp.where(finite, x, jnp.inf), found.change)
+                found = found._replace(change=kept)
+            found = level.workers.max(stop_gradient(found))
+            progress = progress.compared(level.y0, found.change, found.size)
+            error = error_of_changes(level.y0, found).astype(progress.errors.dtype)
+            left = left_after(error, progress.errors, progress.done)
+            progress = progress.within(left, self.rtol)
+            goal = jnp.asarray(self.rtol, error.dtype) * jnp.minimum(1, progress.last / error)
+        return self._give_up(progress, goal if self.errors_fall_fast else None)
+
+    def finish(
+        self, levels: Sequence[Level], u: CPoints, advance: Advance | None
+    ) -> tuple[CPoints, PyTree]:
+        if advance is None:
+            return u, None
+        return u, super().finish(levels, u, advance)[1]
 
 
 WITHOUT_TOLERANCE: dict[str, Any] = {"rtol": None, "atol": None, "fallback": False}
@@ -283,18 +353,6 @@ def solve_levels(solver: Solver, levels: Sequence[Level], guess: CPoints | None 
     return solver.finish(levels, u, None)[0]
 
 
-class Progress(NamedTuple):
-    """State of the iterations of a solver with a tolerance."""
-
-    state: PyTree  # of the solver
-    done: jax.Array  # number of iterations
-    squares: jax.Array  # sums of squared residuals of this worker
-    errors: jax.Array  # changes or residuals in sizes of the first iteration; residual norms if there is only an ``atol``
-    goal: jax.Array  # the tolerance in the units of ``errors``
-    first: State  # size of each component in the first iteration
-    met: jax.Array  # whether the tolerance is met
-
-
 def iterate(
     solver: Solver, levels: Sequence[Level], guess: CPoints | None
 ) -> tuple[CPoints, Stats]:
@@ -332,55 +390,27 @@ def iterate(
         result = of_norms(norms, grown > 0)
         return solver.c_points(levels, state), stats(solver.iterations, norms, result)
 
-    def compared(
-        before: PyTree, after: PyTree, residual: Residual
-    ) -> Changes | tuple[State, State]:
-        """Largest changes, or residuals, of all workers, and the sizes of their states."""
-        states = solver.compared(levels, after)
-        if not solver.compares_changes:
-            return workers.max(stop_gradient((residual.largest, largest(states[0]))))
-        found = changes(fine, solver.compared(levels, before), states)
-        if solver.recovers:  # what was set back has not changed, and is no solution
-            finite = jnp.isfinite(residual.total)
-            kept = jax.tree.map(lambda x: jnp.where(finite, x, jnp.inf), found.change)
-            found = found._replace(change=kept)
-        return workers.max(stop_gradient(found))
+    def unfinished(carry: tuple[PyTree, Progress, jax.Array]) -> jax.Array:
+        _, progress, _ = carry
+        ended = progress.met | progress.given_up
+        return anywhere((progress.done < cycles) & ~ended, workers)
 
-    def unfinished(at: Progress) -> jax.Array:
-        wanted = ~at.met & (jnp.isfinite(at.errors[at.done - 1]) | solver.recovers)
-        if solver.fallback:
-            wanted &= ~hopeless(at.errors, at.done, at.goal if solver.errors_fall_fast else None)
-        return anywhere((at.done < cycles) & ((at.done == 0) | wanted), workers)
+    def body(
+        carry: tuple[PyTree, Progress, jax.Array],
+    ) -> tuple[PyTree, Progress, jax.Array]:
+        before, progress, squares = carry
+        after, residual = solver.improve(levels, before)
+        squares = squares.at[progress.done].set(residual.total.astype(dtype))
+        progress = solver.terminate(levels, before, after, residual, progress)
+        return after, progress._replace(done=progress.done + 1), squares
 
-    def body(at: Progress) -> Progress:
-        state, residual = solver.improve(levels, at.state)
-        squares = at.squares.at[at.done].set(residual.total.astype(dtype))
-        met, goal, first, errors = at.met, at.goal, at.first, at.errors
-        if solver.atol is not None:
-            norm, atol = fine.norm(residual).astype(dtype), jnp.asarray(solver.atol, dtype)
-            met, goal, errors = met | (norm <= atol), atol, errors.at[at.done].set(norm)
-        if solver.rtol is not None:
-            found, rtol = compared(at.state, state, residual), jnp.asarray(solver.rtol, dtype)
-            # a component may be zero until another one has moved it
-            first = jax.tree.map(
-                lambda x, size: jnp.where((at.done == 0) | (x == 0), size, x), first, found[1]
-            )
-            last = error_of_residuals(y0, found[0], first).astype(dtype)
-            errors = errors.at[at.done].set(last)
-            if isinstance(found, Changes):
-                error = error_of_changes(y0, found).astype(dtype)
-                left = left_after(error, errors, at.done)
-            else:
-                error = error_of_residuals(y0, *found).astype(dtype)
-                left = error = relative_to_first(error, errors[0])
-            met, goal = met | (left <= rtol), rtol * jnp.minimum(1, last / error)
-        return Progress(state, at.done + 1, squares, errors, goal, first, met)
-
-    none, zero = jnp.zeros((cycles,), dtype), jnp.zeros((), dtype)
-    nothing = jnp.int32(0), none, none, zero, jax.tree.map(jnp.abs, y0), jnp.asarray(False)
-    begin = Progress(state, *_tree.varying(nothing, (state, y0)))
-    end = body(begin) if cycles == 1 else _tree.while_loop(unfinished, body, begin)
-    u, met = solver.c_points(levels, end.state), end.met
+    nothing = Progress.start(y0, cycles, dtype), jnp.zeros((cycles,), dtype)
+    carry = state, *_tree.varying(nothing, (state, y0))
+    # the squares are those of this worker
+    state, progress, squares = (
+        body(carry) if cycles == 1 else _tree.while_loop(unfinished, body, carry)
+    )
+    u, met, done = solver.c_points(levels, state), progress.met, progress.done
     if solver.fallback:
         met = ~anywhere(~met, workers)
         # a loop of at most one turn: under vmap a cond would always propagate serially
@@ -391,9 +421,9 @@ def iterate(
         )
         missed = jnp.asarray(FELL_BACK)
     else:
-        finite = jnp.isfinite(end.errors[end.done - 1])
+        finite = jnp.isfinite(progress.errors[done - 1])
         missed = jnp.where(finite, NOT_CONVERGED, NON_FINITE)
-    measured = jnp.arange(cycles, dtype=jnp.int32) < end.done
-    norms = fine.in_units(workers.sum(end.squares))
+    measured = jnp.arange(cycles, dtype=jnp.int32) < done
+    norms = fine.in_units(workers.sum(squares))
     norms = jnp.where(measured, norms, NOT_MEASURED).astype(dtype)
-    return u, stats(end.done + taken, norms, jnp.where(met, DONE, missed))
+    return u, stats(done + taken, norms, jnp.where(met, DONE, missed))

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._at_once import batched, chunk, in_chunks
 from lp_jax._arrays._check import register
-from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, SliceStep, State
+from lp_jax._arrays._types import CPoints, Points, PyTree, Scalar, SliceStep, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level, Residual, measure, squares_of
 from lp_jax._levels._sweep import single, sweep
 from lp_jax._levels._tolerance import eps_of
 from lp_jax._solvers._coarse_step import Coarse
-from lp_jax._solvers._solver import Solver, Start, constant, require_fixed_effort
+from lp_jax._solvers._solver import AllStates, Start, constant, require_fixed_effort
 
 
 class Swept(NamedTuple):
@@ -41,7 +41,7 @@ def begin(level: Level, points: Points | None) -> Swept:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sweeps(Solver):
+class Sweeps(AllStates):
     """A solver whose iterations are sweeps over all layers; `Picard` has the meaning of the fields."""
 
     sweeps: int = 2
@@ -50,7 +50,6 @@ class Sweeps(Solver):
     fallback: bool = False
     storage: str = "all"
     at_once: int | float | str = "auto"
-    compares_changes = True
 
     def __post_init__(self) -> None:
         if self.sweeps == 0:
@@ -78,15 +77,8 @@ class Sweeps(Solver):
     def c_points(self, levels: Sequence[Level], state: Swept) -> CPoints:
         return state.points(levels[0])
 
-    def compared(self, levels: Sequence[Level], state: Swept) -> tuple[Points, State]:
+    def states(self, levels: Sequence[Level], state: Swept) -> tuple[Points, State]:
         return state.entering, state.last
-
-    def finish(
-        self, levels: Sequence[Level], u: CPoints, advance: Advance | None
-    ) -> tuple[CPoints, PyTree]:
-        return u, None if advance is None else sweep(
-            levels[0], levels[0].incoming(u), advance=advance
-        )[1]
 
 
 @register("rtol", "atol")

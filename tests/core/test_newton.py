@@ -84,7 +84,6 @@ def _clipped(jacobian):
     [
         (newton(3), lambda j: j),
         (newton(3, jacobian="diagonal"), _diagonal),
-        (lp_jax.Newton(jacobian="identity", iterations=3), _identity),  # needs no batch axes
         (lp_jax.Picard(sweeps=3), _identity),
         (newton(3, damping=lp_jax.Shrink(by=0.3)), lambda j: 0.7 * j),
         (newton(3, damping=lp_jax.Clip(limit=0.9)), _clipped),
@@ -93,7 +92,7 @@ def _clipped(jacobian):
             lambda j: np.clip(_diagonal(j), -0.9, 0.9),
         ),
     ],
-    ids=["full", "diagonal", "identity", "sweeps", "shrunk", "clipped", "clipped diagonal"],
+    ids=["full", "diagonal", "sweeps", "shrunk", "clipped", "clipped diagonal"],
 )
 def test_iterates(solver, change):
     params, y0 = problem()
@@ -119,9 +118,7 @@ def test_convergence_is_quadratic():
     assert orders.min() > 1.7
 
 
-@pytest.mark.parametrize(
-    "jacobian, change", [("full", lambda j: j), ("diagonal", _diagonal), ("identity", _identity)]
-)
+@pytest.mark.parametrize("jacobian, change", [("full", lambda j: j), ("diagonal", _diagonal)])
 def test_relaxations_start_from_what_each_layer_makes_of_the_guess(jacobian, change):
     """They and the iterations together leave as many states exact as there are of both. No more are made than layers."""
     params, y0 = problem(scale=4.0)
@@ -203,7 +200,6 @@ def test_refusals():
         "batch_axes must be at least 0": {"batch_axes": -1},
         "iterations must be at least 1": {"iterations": 0},
         "relaxations must be at least 0; got -1": {"relaxations": -1},
-        "remove jacobian_of": {"jacobian": "identity", "jacobian_of": dense_step},
     }
     for message, fields in refused.items():
         with pytest.raises(ValueError, match=message):
@@ -246,7 +242,7 @@ def test_chains_of_affine_maps(n, reverse, processor):
     last, one = functools.partial(np.moveaxis, source=1, destination=-1), jnp.zeros((2, 3))
     chains = {
         "full": (Full(one, 1), matrices, vectors, whole),
-        "shared": (Shared(one, 1, single=False), matrices[:, 0].swapaxes(1, 2), vectors, shared),
+        "shared": (Shared(one, 1), matrices[:, 0].swapaxes(1, 2), vectors, shared),
         "blocks": (Blocks([jnp.zeros(2)] * 3, 1), last(matrices), last(vectors), last(whole)),
         "diagonal": (Blocks(one, 1), diagonals[:, None, None], vectors[:, None], diagonal[:, None]),
     }
