@@ -71,7 +71,9 @@ class Problem(_inputs.Network):
         adjoint_guess: CPoints | None = None,
     ) -> Solution:
         """Return the `Solution`, as `lp_jax.solve` does; the arguments are the same."""
-        piping, problem = asked.value.piping, self.replace()  # within a pipeline, on its row
+        piping, problem = asked.value.piping, self
+        if piping is not None:
+            problem = self.replace()  # on the row of the pipeline
         program, arrays = prepare(problem, solver, adjoint_solver, guess, adjoint_guess)
         if not program.scan:
             arrays = reverse_only(arrays, _FORWARD_MODE)
@@ -189,7 +191,6 @@ def solve(
         Guenther, Ruthotto, Schroder, Cyr, Gauger, "Layer-parallel training of deep residual neural networks", SIAM J.
         Math. Data Sci. 2 (2020).
     """
-    where = _inputs.comm(comm)
     problem = Problem(
         step,
         params,
@@ -199,7 +200,7 @@ def solve(
         t0=t0,
         t1=t1,
         steps=steps,
-        comm=where,
+        comm=comm,  # type: ignore[arg-type]
         has_aux=has_aux,
     )
     return problem.solve(
@@ -285,7 +286,10 @@ def _in_pipeline(
 
     @solved.def_vmap
     def together(size: int, batched: list[Arrays], arrays: Arrays) -> tuple[Output, Output]:
-        mapped = Mapped.of((batched[0].slices, batched[0].shared), piping.checkpoint)
+        slices, shared = (
+            tuple(jax.tree.leaves(tree)) for tree in (batched[0].slices, batched[0].shared)
+        )
+        mapped = Mapped(slices, shared, piping.checkpoint)
         own = dataclasses.replace(program, mapped=mapped)
 
         def specs() -> Output:

@@ -22,7 +22,11 @@ def reverse_only(tree: PyTree, message: str) -> PyTree:
 
 
 def _identity(
-    name: str, *, of_tangents: Primitive | None = None, **rules: Callable[..., Any]
+    name: str,
+    *,
+    of_tangents: Primitive | None = None,
+    evaluate: Callable[..., Any] | None = None,
+    transpose: Callable[..., Any] = lambda cotangent, x, message: [cotangent],
 ) -> Primitive:
     """Make the identity on an array, with another primitive for tangents, and some rules replaced."""
     primitive = Primitive(name)
@@ -41,14 +45,12 @@ def _identity(
     ) -> tuple[jax.Array, int]:
         return primitive.bind(*operands, **params), axes[0]
 
-    primitive.def_impl(rules.get("evaluate", lambda x, message: x))
+    primitive.def_impl(evaluate or (lambda x, message: x))
     primitive.def_abstract_eval(lambda x, message: x)
     ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = rules.get(
-        "transpose", lambda cotangent, x, message: [cotangent]
-    )
-    batching.primitive_batchers[primitive] = rules.get("evaluate", batch)
-    mlir.register_lowering(primitive, rules.get("evaluate", lambda context, x, message: [x]))
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = evaluate or batch
+    mlir.register_lowering(primitive, evaluate or (lambda context, x, message: [x]))
     return primitive
 
 

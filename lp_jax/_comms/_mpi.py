@@ -339,7 +339,7 @@ class OnRanks(Workers):
             x = mpi4jax.allgather(x, comm=self.comm._duplicates[0])
             return x.reshape(-1, x.shape[2])[jnp.asarray(rows)]
 
-        return _wire.apply_packed(self._alike(tree), everyone, listed=True)
+        return _wire.apply_packed(self._alike(tree), everyone, lead=1)
 
     def pipeline(
         self, turn: Turn, entries: Stacked, *, reverse: bool

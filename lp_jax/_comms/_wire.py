@@ -56,14 +56,11 @@ def apply_by_dtype(tree: PyTree, f: Callable[[jax.Array], jax.Array]) -> PyTree:
     return jax.tree.unflatten(structure, out)
 
 
-def apply_packed(
-    tree: PyTree, f: Callable[[jax.Array], jax.Array], *, listed: bool = False
-) -> PyTree:
-    """Apply ``f`` to all leaves at once, as one flat array; ``(n, size)`` for leaves ``(n, ...)`` if ``listed``."""
+def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, lead: int = 0) -> PyTree:
+    """Apply ``f`` to all leaves at once, as one array with their first ``lead`` axes and another one."""
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
-    lead = 1 if listed else 0
     dtypes = {x.dtype for x in leaves}
     if len(dtypes) == 1 and str(leaves[0].dtype) in _KNOWN:
         encoded = [_flat(x, lead) for x in leaves]

@@ -39,12 +39,6 @@ class Mapped(NamedTuple):
     shared: tuple[bool, ...]
     checkpoint: bool = False  # whether a worker keeps only the states that enter it
 
-    @classmethod
-    def of(cls, flags: tuple[PyTree, PyTree], checkpoint: bool = False) -> "Mapped":
-        """From trees of flags like the slices and the shared operands."""
-        slices, shared = (tuple(jax.tree.leaves(tree)) for tree in flags)
-        return cls(slices, shared, checkpoint)
-
 
 class Kept(NamedTuple):
     """What the steps of a worker keep for the gradient, leaves ``(count, steps, ...)`` for ``count`` microbatches."""
@@ -102,7 +96,9 @@ class Relay:
             return last, (kept, out), None
 
         lasts, (kept, out), _ = self.chain.workers.pipeline(turn, self.chain.y0, reverse=False)
-        return lasts, kept, jax.tree.map(self._by_layer, out)
+        # from (count, steps, ...) to (n, count, ...)
+        layers = jax.tree.map(lambda x: x[:, 0], out) if self.whole else out
+        return lasts, kept, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), layers)
 
     def backward(self, kept: Kept, lams: Stacked) -> tuple[Slices, State, PyTree]:
         """Return the gradients of slices, first states and shared operands, from cotangents of the last states."""
@@ -215,10 +211,6 @@ class Relay:
         unroll = self.chain.workers.processor.serial_unroll(self.chain.traced.footprint)
         return _tree.scan(f, carry, xs, reverse=reverse, unroll=unroll)
 
-    def _by_layer(self, x: jax.Array) -> jax.Array:
-        """From ``(count, steps, ...)`` to ``(n, count, ...)``."""
-        return jnp.swapaxes(x[:, 0] if self.whole else x, 0, 1)
-
 
 def forward(program: Any, arrays: Arrays, *, keep: bool) -> tuple[PyTree, Kept | None]:
     """The forward solve of a `Program`, with what its gradient needs if ``keep``."""
@@ -276,8 +268,8 @@ def _by_microbatch(program: Any, arrays: Arrays) -> tuple[tuple[Slices, State, P
     slices, y0, shared = arrays[:3]
     if program.mapped:
         return (_swapped(slices, program.mapped.slices), y0, shared), program.mapped
-    none = Mapped.of(jax.tree.map(lambda _: False, (slices, shared)))
-    return (slices, jax.tree.map(lambda x: x[None], y0), shared), none
+    own, common = ((False,) * len(jax.tree.leaves(tree)) for tree in (slices, shared))
+    return (slices, jax.tree.map(lambda x: x[None], y0), shared), Mapped(own, common)
 
 
 def _swapped(tree: PyTree, flags: Sequence[bool]) -> PyTree:
