@@ -69,6 +69,7 @@ _MODEL = (
     "where a tolerance is met, no serial propagation follows, and none is counted."
 )
 ROWS = "dense,64,1024,64 dense,64,4096,64 mlp,256,64,256 mlp,256,256,256 gru,16,1024,64 paragru,64,1024,64 paralstm,64,1024,64"
+ROWS_OF_A_TPU = "dense,64,1024,64 mlp,128,64,64 gru,64,256,16"
 DEFAULT = "the default"
 TYPICAL = {
     "Serial": (0, 0),
@@ -382,7 +383,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = common_parser("program", __doc__ or "", _EXAMPLES)
     add = parser.add_argument
     row = "network,width,layers,batch"
-    about = f"Sizes, without a space (default: {ROWS})."
+    about = f"Sizes, without a space (default: {ROWS}; for a TPU {ROWS_OF_A_TPU})."
     add("--rows", nargs="+", type=network_row(NETWORKS), metavar=row, help=about)
     add_only(parser, "Compile only the scans and contenders with one of these in their names.")
     add("--target", default="h200", help=_TARGET)
@@ -467,8 +468,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     several = f"x{mesh.size}" if mesh.size > 1 else ""
     folder = results_folder(parser, options, kind + several if kind in TARGETS else "tpu")
-    rows = options.rows or map(network_row(NETWORKS), (QUICK if options.quick else ROWS).split())
     target, progress = TARGETS.get(kind), Progress()
+    sizes = QUICK if options.quick else ROWS if target else ROWS_OF_A_TPU
+    rows = options.rows or map(network_row(NETWORKS), sizes.split())
     settings = {name: getattr(options, name) for name in ("updates", "run", "xla")}
     settings = {"target": kind if target else options.target, "devices": mesh.size, **settings}
     of = "a GPU" if target else "a TPU"

@@ -9,11 +9,10 @@ It needs libtpu of the version that jax[tpu] names, and Linux. One process at a 
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import hashlib
-import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import lp_jax
@@ -41,6 +39,7 @@ from benchmarks.networks import RECURRENT, Network, Pair
 from lp_jax import planning
 from lp_jax._choice._fastest import typical
 from lp_jax._programs._traced import default
+from lp_jax.planning._hlo import COLLECTIVES, Instruction, Text
 
 CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
 """Cycles a second: a data sheet's products a second over those of all its matrix units in a cycle."""
@@ -117,9 +116,9 @@ NETWORKS: Mapping[str, Callable[..., Network]] = {**networks.NETWORKS, "block": 
 class Counted(NamedTuple):
     """Counts of a compiled program."""
 
-    cycles: float
-    kernels: float
-    messages: dict[str, float]
+    cycles: int
+    kernels: int
+    messages: dict[str, int]
     unknown: int  # loops whose length is data
 
 
@@ -129,91 +128,45 @@ def counted(text: str, layers: int, iterations: tuple[int, int]) -> Counted:
     Such a loop with a long loop inside is serial propagation after a tolerance that was not met, and makes none. Without a
     tolerance it is a part of a relay, in which one chip after the other makes a turn.
     """
-    bodies: dict[str, list[str]] = {}
-    current = entry = ""
-    for line in text.splitlines():
-        head = re.match(r"(ENTRY )?%?([\w.\-]+)(?: \(| \{).*\{\s*$", line)
-        if head:
-            current = head[2]
-            bodies[current] = []
-            entry = current if head[1] else entry
-        elif line.startswith("}"):
-            current = ""
-        elif current:
-            bodies[current].append(line)
-    unknown: list[str] = []
+    program = Text(text)
 
-    def turns_of(line: str) -> int | None:
-        """Of a loop that counts up to a constant."""
-        condition = bodies[_named("condition", line)]
-        counts = [one for one in condition if "ROOT" in one and " compare(" in one]
-        numbers = [
-            int(found[1])
-            for one in condition
-            if counts and (found := re.search(r"= s32\S* constant\((\d+)\)", one))
-        ]
-        return max(numbers, default=None)
+    def turns(loop: Instruction) -> int:
+        inside = program.executed(loop.attribute("body"))
+        loops = [program.trips(one) or 1 for _, one, _ in inside if one.operation == "while"]
+        falls_back = max(loops, default=0) >= max(8, layers / 128) and max(iterations) > 1
+        return 0 if falls_back else iterations["_backward" in loop.rest]
 
-    @functools.cache
-    def longest(name: str) -> int:
-        """Turns of the longest loop in a computation."""
-        inner = [line for line in bodies.get(name, ()) if " while(" in line]
-        return max(
-            (max(turns_of(line) or 1, longest(_named("body", line))) for line in inner), default=0
-        )
-
-    @functools.cache
-    def total(name: str) -> tuple[float, float, tuple[tuple[str, float], ...]]:
-        cycles = kernels = 0.0
-        messages: dict[str, float] = {}
-
-        def add(part: tuple[float, float, tuple[tuple[str, float], ...]], times: float) -> None:
-            nonlocal cycles, kernels
-            cycles, kernels = cycles + times * part[0], kernels + times * part[1]
-            for kind, number in part[2]:
-                messages[kind] = messages.get(kind, 0) + times * number
-
-        for line in bodies.get(name, ()):
-            if own := re.search(r'"estimated_cycles":"(\d+)"', line):
-                add((float(own[1]), 1, ()), 1)
-            if sent := re.search(rf"= .*? ({'|'.join(_MESSAGES)})(-start)?\(", line):
-                add((0, 0, ((sent[1], 1),)), 1)
-            if " while(" in line:
-                body, turns = _named("body", line), turns_of(line)
-                if turns is None:
-                    unknown.append(line)
-                    fallback = longest(body) >= max(8, layers / 128) and max(iterations) > 1
-                    turns = 0 if fallback else iterations["_backward" in line]
-                add(total(body), turns)
-            if " conditional(" in line:
-                names = re.findall(r"%([\w.\-]+)", line.split("branch_computations", 1)[-1])
-                branches = [total(each) for each in names if each in bodies]
-                add(max(branches, default=(0, 0, ())), 1)
-            if " call(" in line:
-                add(total(_named("to_apply", line)), 1)
-        return cycles, kernels, tuple(messages.items())
-
-    cycles, kernels, messages = total(entry)
-    return Counted(cycles, kernels, dict(messages), len(unknown))
+    cycles = kernels = unknown = 0
+    messages = collections.Counter[str]()
+    for _, one, times in program.executed(turns=turns):
+        cycles += times * one.cycles
+        kernels += times * (one.cycles > 0)
+        unknown += one.operation == "while" and program.trips(one) is None
+        kind = one.operation.removesuffix("-start")
+        messages[kind] += times * (kind in COLLECTIVES)
+    return Counted(cycles, kernels, dict(+messages), unknown)
 
 
-_MESSAGES = ("all-gather", "all-reduce", "collective-permute", "all-to-all", "reduce-scatter")
+class Scan(NamedTuple):
+    """A `lax.scan` of so many layers a turn, on one chip; or on all, with the weights where the layers' are."""
+
+    unroll: int = 1
+    spread: bool = False
 
 
-def _named(attribute: str, line: str) -> str:
-    found = re.search(rf"\b{attribute}=%?([\w.\-]+)", line)
-    assert found, line
-    return found[1]
+Way = Scan | Pair | None
 
 
-def contenders(name: str, width: int, chips: int) -> dict[str, Pair | int | None]:
-    """Scans of so many layers a turn, pairs of solvers; None is the default."""
+def contenders(name: str, width: int, chips: int) -> dict[str, Way]:
+    """Scans and pairs of solvers; None is the default."""
+    sweeps = (lp_jax.Picard(sweeps=5), lp_jax.Picard(sweeps=3))
+    several: dict[str, Way] = {"scan": Scan(), "Serial": networks.SERIAL}
     if chips > 1:
-        swept = {"sweeps 5/3": (lp_jax.Picard(sweeps=5), lp_jax.Picard(sweeps=3))}
-        return {"scan": 1, "Serial": networks.SERIAL, **swept, "default": None}
-    several: dict[str, Pair | int | None] = {"scan": 1, "Serial": networks.SERIAL}
+        if name not in RECURRENT:
+            several |= {"scan, weights spread": Scan(spread=True), "sweeps 5/3": sweeps}
+        return {**several, "default": None}
     if width <= 128:
-        several["scan, unroll=8"] = 8
+        several["scan, unroll=8"] = Scan(unroll=8)
     if name == "gru":
         several |= {
             f"Newton, {kind}": tuple(
@@ -228,19 +181,21 @@ def contenders(name: str, width: int, chips: int) -> dict[str, Pair | int | None
             for count in ITERATIONS["diagonal"]
         )
     else:
-        several["sweeps 5/3"] = (lp_jax.Picard(sweeps=5), lp_jax.Picard(sweeps=3))
+        several["sweeps 5/3"] = sweeps
     return {**several, "default": None}
 
 
-def lowered(network: Network, which: Pair | int | None, devices: Sequence[Any]) -> Any:
-    """Loss and gradient, lowered for the devices; layers are spread over several of them, of a scan over the first."""
-    scan = isinstance(which, int)
-    devices = devices[:1] if scan else devices
+def lowered(network: Network, which: Way, devices: Sequence[Any]) -> Any:
+    """Loss and gradient, lowered for the devices; layers are spread over several of them, of most scans over the first."""
+    comm, solvers = None, which or (None, None)
+    if isinstance(which, Scan):
+        devices, solvers = devices if which.spread else devices[:1], None
+        scan = functools.partial(network.scan, unroll=which.unroll)
+        network = dataclasses.replace(network, scan=scan)
     mesh = Mesh(np.array(devices), ("layers",), axis_types=(AxisType.Auto,))
-    comm = lp_jax.MeshComm(mesh) if len(devices) > 1 else None
-    if scan:
-        network = dataclasses.replace(network, scan=functools.partial(network.scan, unroll=which))
-    loss = network.loss(None if scan else (which or (None, None)), comm)
+    if len(devices) > 1 and solvers:
+        comm = lp_jax.MeshComm(mesh)
+    loss = network.loss(solvers, comm)
     everywhere, spread = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("layers",)))
 
     def shape(place: NamedSharding) -> Callable[[Any], jax.ShapeDtypeStruct]:
@@ -323,10 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     name = options.target.split(":")[0]
     folder = results_folder(parser, options, f"tpu/{name}x{options.chips}")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    jax.config.update("jax_platforms", "cpu")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=options.target).devices
-    devices, kind = devices[: options.chips], devices[0].device_kind
+    jax.config.update("jax_platforms", "cpu")  # else the process looks for them
+    devices = planning.topology(options.target, layers=options.chips).devices
+    kind = devices[0].device_kind
     progress = Progress()
     settings = {"target": options.target, "kind": kind, "chips": options.chips}
     result = new_result("tpu_costs", f"Cycles of programs for a {kind}", arguments, settings)

@@ -17,11 +17,10 @@ from lp_jax._comms._mesh import MeshComm as MeshComm
 from lp_jax._comms._mpi import MPIComm as MPIComm, layer_slices as layer_slices
 from lp_jax._comms._workers import Workers as Workers
 from lp_jax._levels._result import RESULTS as RESULTS
-from lp_jax._levels._tolerance import Progress as Progress
 from lp_jax._parallel import parallel as parallel, scans as scans
 from lp_jax._pipeline import pipeline as pipeline
 from lp_jax._problem import Problem as Problem, solve as solve, solve_vjp as solve_vjp
-from lp_jax._programs._asked import value_and_grad as value_and_grad
+from lp_jax._programs._results import value_and_grad as value_and_grad
 from lp_jax._scan import scan as scan, scanned as scanned
 from lp_jax._solution import (
     Solution as Solution,

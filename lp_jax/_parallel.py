@@ -21,7 +21,8 @@ from lp_jax._choice._fastest import Fastest, typical
 from lp_jax._choice._footprint import footprint
 from lp_jax._comms._comm import Comm
 from lp_jax._problem import SOLVED, Problem
-from lp_jax._programs import _inputs, _traced
+from lp_jax._programs import _inputs
+from lp_jax._programs._traced import Tracing
 from lp_jax._scan import refuse_stretched, scan, scanned
 from lp_jax._solvers._solver import Solver
 
@@ -177,7 +178,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         _inputs.comm(self.comm)
-        _inputs.solvers(optional=True, solver=self.solver, adjoint_solver=self.adjoint_solver)
+        _inputs.solvers(self.solver, self.adjoint_solver, optional=True)
 
     def call(self, f: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
         mask = [
@@ -279,7 +280,8 @@ class Rules:
                     scan(body, *given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm)
                 )
             except _REFUSED as error:  # not all is known before it is traced
-                about = about._replace(takes=self._left(eqn, _first_line(error), solvers[0]))
+                self._left(eqn, _first_line(error), solvers[0])
+                about = about._replace(takes=_LEFT + _first_line(error))
         if self.tell is not None:
             self.tell(about)
         if out is not None:
@@ -304,19 +306,23 @@ class Rules:
             source=_source(eqn),
         )
 
+        def stays(why: str, **known: Any) -> tuple[Scan, None]:
+            return about._replace(takes=_LEFT + why, **known), None
+
         nothing = self.strict and not any(map(_tree.inexact, given[1]))
         if nothing or not (about.length or _inputs.comm(self.comm).splits):
-            return about._replace(takes=f"{_LEFT}nothing to solve"), None
+            return stays("nothing to solve")
         wanted = True if self.where is None else self.where(about)
         if wanted is False:
-            return about._replace(takes=f"{_LEFT}where(scan) is False"), None
+            return stays("where(scan) is False")
         solvers = self.solver, self.adjoint_solver
         if wanted is not True:
             solvers = wanted if isinstance(wanted, tuple) else (wanted, None)
-            _inputs.solvers(optional=True, solver=solvers[0], adjoint_solver=solvers[1])
+            _inputs.solvers(*solvers, optional=True)
 
         def left(why: str) -> tuple[Scan, None]:
-            return about._replace(takes=self._left(eqn, why, solvers[0])), None
+            self._left(eqn, why, solvers[0])
+            return stays(why)
 
         devices = (
             jax.sharding.get_abstract_mesh().manual_axes
@@ -329,8 +335,7 @@ class Rules:
             _in_gradient(one) and _has_scan([one])
             for one in _products.walk(program.eqns, into=_WALKED)
         ):
-            why = "its step takes the gradient of a scan, as in a loop over training steps"
-            return about._replace(takes=_LEFT + why), None
+            return stays("its step takes the gradient of a scan, as in a loop over training steps")
         if self.in_gradient and self.strict:
             raise ValueError(
                 "lp_jax.pipeline got a function that takes a gradient. Take the gradient of the pipeline: "
@@ -342,29 +347,28 @@ class Rules:
                 "the parallel function: jax.grad(lp_jax.parallel(loss)).",
                 stacklevel=2,
             )
-            why = "part of a gradient; lp_jax.parallel goes inside"
-            return about._replace(takes=_LEFT + why), None
+            return stays("part of a gradient; lp_jax.parallel goes inside")
         try:
             problem = scanned(*given, comm=self.comm)
             named = solvers[0] or Fastest()
             if not named.chooses:
                 return about._replace(takes=str(named), problem=problem), solvers
-            (taken, seconds), (program, _) = _traced.default(problem, named.rtol)
+            tracing = Tracing(problem, (named, named))
+            taken, seconds = tracing.default(named.rtol)
         except _REFUSED as error:
             return left(_first_line(error))
-        workers, layer = program.workers, program.traced.footprint
+        processor = tracing.workers.processor
         about = about._replace(
-            scan_seconds=sum(workers.processor.serial(layer, workers.layers)),
+            scan_seconds=sum(processor.serial(tracing.footprint, tracing.workers.layers)),
             sweeps=[typical(each.rtol) for each in taken if each.errors_fall_fast],
         )
         if (
-            taken[0].exact and problem.comm.size == 1 and not program.workers.processor.wide
+            taken[0].exact and problem.comm.size == 1 and not processor.wide
         ):  # elsewhere it is unrolled
-            taken_as_it_is = f"{_LEFT}nothing is faster"
-            return about._replace(takes=taken_as_it_is, problem=problem, seconds=seconds), None
+            return stays("nothing is faster", problem=problem, seconds=seconds)
         return about._replace(takes=str(taken[0]), problem=problem, seconds=seconds), solvers
 
-    def _left(self, eqn: core.JaxprEqn, why: str, solver: Solver | None) -> str:
+    def _left(self, eqn: core.JaxprEqn, why: str, solver: Solver | None) -> None:
         """Say that a scan is left as it is; of one with scans inside, these are looked at."""
         if self.strict:
             raise ValueError(
@@ -373,7 +377,6 @@ class Rules:
             )
         if not _has_scan(eqn.params["jaxpr"].jaxpr.eqns):
             self._warn(f"leaves a scan as it is, {_source(eqn)}: {why.rstrip('.')}", solver)
-        return _LEFT + why
 
     def _warn(self, what: str, solver: Solver | None) -> None:
         """Warn that a solver or comm is named and not used; Python shows each text once."""

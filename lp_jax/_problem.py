@@ -8,11 +8,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._gradient import without_gradient
-from lp_jax._arrays._place import NO_MESH
+from lp_jax._arrays._gradient import reverse_only, without_gradient
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Stacked, State, Step, Times
 from lp_jax._comms import _wire
 from lp_jax._comms._comm import Comm, OneDevice
@@ -74,8 +73,8 @@ class Problem(_inputs.Network):
         """Return the `Solution`, as `lp_jax.solve` does; the arguments are the same."""
         piping, problem = asked.value.piping, self.replace()  # within a pipeline, on its row
         program, arrays = prepare(problem, solver, adjoint_solver, guess, adjoint_guess)
-        arrays = program.refuse_forward_mode(arrays)
-
+        if not program.scan:
+            arrays = reverse_only(arrays, _FORWARD_MODE)
         specs = functools.partial(_partitions, program, arrays)
         solved = problem.comm.adapt(program, arrays, specs)
         if piping is not None and program.relay:
@@ -95,48 +94,28 @@ class Problem(_inputs.Network):
         adjoint_guess: CPoints | None = None,
     ) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
         """Return the `Solution` and its pullback, as `lp_jax.solve_vjp` does; the arguments are the same."""
-        here = jax.sharding.get_abstract_mesh()
-        explicit = self.comm != OneDevice() and here.explicit_axes
-        if explicit and jax.__version_info__ >= (0, 11):
+        if self.comm != OneDevice() and jax.sharding.get_abstract_mesh().explicit_axes:
             raise ValueError(
-                "solve_vjp inside jax.set_mesh with explicit axes works with jax 0.10 only. Call it outside of it, on the same "
+                "solve_vjp does not work over a mesh inside jax.set_mesh with explicit axes. Call it outside of it, on the same "
                 "arrays; or take jax.vjp of lp_jax.solve."
             )
-        # types that hold places are left outside, and the results get places as those of `solve` have
-        outside = functools.partial(jax.sharding.use_abstract_mesh, NO_MESH if explicit else here)
-
-        def put(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-            return jax.sharding.reshard(x, NamedSharding(here, spec)) if explicit else x
-
-        with outside():
-            program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
-            out, pull = program.vjp(arrays)
-        if explicit:
-            out = jax.tree.map(put, out, _partitions(program, arrays))
-        y1, aux, rest = out
+        program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
+        (y1, aux, rest), pull = program.vjp(arrays)
 
         def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
-            with outside():
-                gradient, stats = pull(
-                    *_tree.varying((y1_cotangent, seen_of(aux, aux_cotangent)), y1)
-                )
-            stats = jax.tree.map(lambda x: put(x, PartitionSpec()), stats)
+            cotangents = y1_cotangent, seen_of(aux, aux_cotangent)
+            gradient, stats = pull(*_tree.varying(cotangents, y1))
             arguments = (self.params, self.y0, self.shared, self.data)
             slices = gradient.slices
-            cotangents = jax.tree.map(
+            gradients = jax.tree.map(
                 lambda x, cotangent: (
-                    np.zeros(jnp.shape(x), jax.dtypes.float0)
-                    if cotangent is None
-                    else put(cotangent, _spec(x))
+                    np.zeros(jnp.shape(x), jax.dtypes.float0) if cotangent is None else cotangent
                 ),
                 arguments,
                 (slices.params, gradient.y0, gradient.shared[0], slices.data),
             )
-            params, y0, shared, data = _tree.sum_like(cotangents, arguments)
-            last = gradient.adjoint_guess
-            if last is not None:
-                last = jax.tree.map(lambda x, y: put(x, PartitionSpec(None, *_spec(y))), last, y1)
-            return Gradients(params, y0, shared, data, last), stats
+            params, y0, shared, data = _tree.sum_like(gradients, arguments)
+            return Gradients(params, y0, shared, data, gradient.adjoint_guess), stats
 
         return Solution(y1, *rest, aux), pullback
 
@@ -251,7 +230,7 @@ def solve_vjp(
         device). Values that ``step`` closes over get no gradient here.
 
     Raises:
-        ValueError: as `solve`; and, from jax 0.11 on, over a mesh inside ``jax.set_mesh`` with explicit axes.
+        ValueError: as `solve`; and over a mesh inside ``jax.set_mesh`` with explicit axes.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -290,7 +269,7 @@ def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
         >>> [level.steps for level in levels], u.shape, lp_jax.multigrid.prolong(levels[0], u).shape
         ([64, 16, 4], (16,), (16,))
     """
-    _inputs.solvers(solver=solver)
+    _inputs.solvers(solver)
     program, arrays = trace(problem, (solver,), inside=True)
     resolved: Solver = arrays.solver
     return resolved.discretize(
@@ -345,6 +324,11 @@ def _spec(x: jax.Array) -> PartitionSpec:
     return PartitionSpec() if sharding.mesh.empty else sharding.spec
 
 
+_FORWARD_MODE = (
+    "Forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd) reached lp_jax.solve with an iterative solver, which has "
+    "a gradient in reverse mode: take jax.grad, jax.vjp or jax.jacrev. Products with Hessians, jax.jvp of jax.grad, work, and "
+    "so does jax.hessian. solver=lp_jax.Serial() is differentiated in both modes."
+)
 _RESTART = (
     "Solution.trajectory is a restart value and has no gradient; the loss depends on it. To differentiate states, let the "
     "step return them as aux: `return y, y` with has_aux=True, and read Solution.aux. To start another solve from it, pass "

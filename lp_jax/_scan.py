@@ -76,12 +76,12 @@ def scan(
         >>> y.shape, means.shape
         ((4,), (32,))
     """
-    length = _length(xs, length)
+    plain = functools.partial(_tree.scan, body, init, xs, length, reverse, unroll, _split_transpose)
+    init, xs, length = _started(body, init, xs, length)
     comm = _inputs.comm(comm)
     solved_for = any(map(_tree.inexact, jax.tree.leaves(init)))
     if not solved_for:
         _refuse_split(comm, "a carry without floating-point numbers")
-    plain = functools.partial(_tree.scan, body, init, xs, length, reverse, unroll, _split_transpose)
     if not solved_for or not (length or comm.splits):
         return plain()
     try:
@@ -129,7 +129,8 @@ def scanned(
         >>> bool(solution.stats.residual_norms[-1] < 1e-3)
         True
     """
-    return _as_problem(body, init, xs, _length(xs, length), reverse, _inputs.comm(comm))[0]
+    operands = _started(body, init, xs, length)
+    return _as_problem(body, *operands, reverse, _inputs.comm(comm))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +172,7 @@ def _as_problem(
     body: Body, init: PyTree, xs: Stacked, n: int, reverse: bool, comm: Comm
 ) -> tuple[Problem, list[Any]]:
     """The problem, and the leaves of the last carry that are not solved for."""
-    init = _inputs.arrays(init, "init")
-    xs = _inputs.arrays(xs, "xs")
     x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
-    init = _strong(body, init, x)
     if reverse:
         _refuse_split(comm, "reverse=True")
         xs = _tree.flip(xs)
@@ -190,31 +188,26 @@ def _as_problem(
     return Problem(step, xs, y0, data=data, t1=whole, comm=comm, has_aux=True), last
 
 
-def _length(xs: Stacked, length: Any) -> int:
-    """The number of layers, as ``jax.lax.scan`` finds and refuses it."""
+def _started(body: Body, init: PyTree, xs: Stacked, length: Any) -> tuple[PyTree, Stacked, int]:
+    """The carry with the dtypes that ``lax.scan`` gives it, ``xs`` as arrays, and the number of layers.
+
+    `lax.scan` itself refuses lengths that disagree, and bodies that change the carry.
+    """
+    init, xs = _inputs.arrays(init, "init"), _inputs.arrays(xs, "xs")
     for path, leaf in jax.tree.leaves_with_path(xs):
-        if jnp.ndim(leaf) == 0:
+        if leaf.ndim == 0:
             raise ValueError(
                 f"xs{jax.tree_util.keystr(path)} is a scalar; every leaf of xs must have the layers as its leading axis."
             )
-    kinds = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), xs)
-    n = jax.eval_shape(lambda xs: _tree.scan(lambda c, x: (c, c), 0.0, xs, length)[1], kinds).shape[
-        0
-    ]
-    return _check.integer("length", n, least=0)
-
-
-def _strong(body: Body, init: PyTree, x: PyTree) -> PyTree:
-    """Give weakly typed leaves of ``init`` the dtypes that ``lax.scan`` gives them; it refuses bodies that change the carry."""
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), x)
     # lists of leaves, as classes of others may convert what they hold
     kinds = jax.eval_shape(
-        lambda init, xs: jax.tree.leaves(_tree.scan(body, init, xs, 1)[0]), init, one
+        lambda init, xs: jax.tree.leaves(_tree.scan(body, init, xs, length)[0]), init, xs
     )
     leaves, structure = jax.tree.flatten(init)
     pairs = zip(leaves, kinds, strict=True)  # keys have no astype
     strong = [x.astype(kind.dtype) if getattr(x, "weak_type", False) else x for x, kind in pairs]
-    return jax.tree.unflatten(structure, strong)
+    n = _tree.leading(xs) if jax.tree.leaves(xs) else length
+    return jax.tree.unflatten(structure, strong), xs, _check.integer("length", n, least=0)
 
 
 def _fixed(

@@ -31,6 +31,7 @@ from lp_jax._levels._relax import (
     restrict as restrict,
 )
 from lp_jax._levels._sweep import march as march
+from lp_jax._levels._tolerance import Progress as Progress
 from lp_jax._problem import hierarchy as hierarchy
 from lp_jax._solvers._coarse_step import rediscretize as rediscretize
 from lp_jax._solvers._cycle import (

@@ -13,13 +13,13 @@
 # %% [markdown]
 # # 1. A first network
 #
-# A deep network evaluates its layers one after another: layer 40 waits for layer 39. Adding processors does not
-# change that. `lp_jax.solve` can evaluate all layers at the same time, again and again, until the result is that of one
-# after another.
+# A deep network evaluates its layers one after another: layer 40 waits for layer 39. Adding processors does not change
+# that. `lp_jax.solve` can evaluate all layers at the same time, again and again, until the result is the same as with
+# one layer after another.
 #
 # **Question.** Does a network learn the same that way?
 #
-# It takes a minute. Here are 64 layers and a gradient:
+# This notebook takes a minute. Here are 64 layers and a gradient:
 
 # %%
 import importlib.util
@@ -68,9 +68,9 @@ exact = take_gradient(params, lp_jax.Serial())  # one layer after another
 print(f"relative error {jnp.linalg.norm(gradient[0] - exact[0]) / jnp.linalg.norm(exact[0]):.0e}")
 
 # %% [markdown]
-# The two gradients agree, to a tolerance. `layer.dt` is 2/64 here: `t1` divided by the number of layers. So every
-# layer adds a little to the state. Without a solver, `lp_jax.solve` takes the way that is predicted to be fastest on your
-# device. On a laptop that is mostly one layer after another, so here we say which one we mean.
+# The two gradients agree, to a tolerance. `layer.dt` is 2/64 here, which is `t1` divided by the number of layers, so
+# every layer adds a little to the state. Without a solver, `lp_jax.solve` takes the way that is predicted to be fastest
+# on your device. On a laptop that is mostly one layer after another, so here we name the solver that we mean.
 #
 # ## Train it
 #
@@ -148,8 +148,8 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **What it shows.** The curves lie on each other. The network is an ordinary one: both ways of evaluating it give the
-# same answers.
+# **What it shows.** The curves lie on each other. The network is an ordinary one, and both ways of evaluating it give
+# the same answers.
 
 # %%
 for name, solver in {
@@ -162,8 +162,8 @@ for name, solver in {
 # %% [markdown]
 # ## How little is enough?
 #
-# A *solver* says how the layers are evaluated. `Picard` makes *sweeps*: each evaluates all layers at once, at the
-# states that the sweep before it left, and adds up what they changed. Ours stop at a tolerance. How good is the
+# A *solver* says how the layers are evaluated. `Picard` makes *sweeps*. A sweep evaluates all layers at once, each at
+# the state that the sweep before gave it, and adds up their changes. Our sweeps stop at a tolerance. How good is the
 # gradient after one sweep, three sweeps and six, before and after training?
 
 # %%
@@ -195,18 +195,19 @@ plt.show()
 print(f"to the tolerance, after training: relative error {error(params, sweeps):.0e}")
 
 # %% [markdown]
-# **What it shows.** A handful of sweeps are enough, where one after another takes 64 evaluations. The error grows as
-# the layers learn to do more; a tolerance takes the sweeps that it needs. Notebook 8 shows how large an error may be.
+# **What it shows.** A handful of sweeps is enough, but one layer after another takes 64 evaluations. The error grows as
+# the layers learn to do more, but with a tolerance the solver takes the sweeps that it needs. Notebook 8 shows how
+# large an error may be.
 #
-# **What it does not show.** Speed. Sweeps evaluate every layer more than once, and for layers like these a laptop's
-# processor gains little or nothing. They pay on devices that a single layer leaves idle, and on several devices:
-# notebooks 6 and 7. How a solver works inside: notebook 2.
+# **What it does not show.** It does not show speed. Sweeps evaluate every layer more than once, so for layers like
+# these a laptop's processor gains little or nothing. Sweeps pay on devices that a single layer leaves idle, and on
+# several devices (notebooks 6 and 7). Notebook 2 shows how a solver works inside.
 #
 # ## With Flax modules
 #
-# `lp_jax.nn` has layers, and `lp_jax.train` what a training loop needs. `train.classification` makes a loss and its
-# parameters of a model, for the same optax loop, or for `train.fit`, which adds a log and checkpoints. Here it takes six
-# sweeps in every step.
+# `lp_jax.nn` has layers, and `lp_jax.train` has the parts of a training loop. `train.classification` makes a loss and
+# its parameters from a model. They work in the same optax loop, or with `train.fit`, which adds a log and checkpoints.
+# Here `fit` takes six sweeps in every step.
 
 # %%
 from flax import nnx

@@ -16,10 +16,10 @@
 # **Question.** How can layers be evaluated at the same time, when each needs the output of the one before it?
 #
 # Think of a relay race with 64 runners. You guess where each group of runners starts, and let all groups run at once.
-# Where one group arrives and the next one started, there is a gap. A *cycle* closes most of the gaps, by a cheap
-# calculation that goes from group to group. Then all groups run again.
+# There is a gap between the place where one group arrives and the place where the next one started. A *cycle* closes
+# most of the gaps, by a cheap calculation that goes from group to group. Then all groups run again.
 #
-# We watch three things: the gaps get smaller, the exact states spread from the left, and the speed of both is what
+# We watch three things: the gaps get smaller, the exact states spread from the left, and the gaps shrink as fast as
 # theory says.
 
 # %%
@@ -60,12 +60,12 @@ y0 = jax.random.normal(keys[2], (20, width))  # 20 examples
 # %% [markdown]
 # ## The gaps get smaller
 #
-# The states that satisfy $y_{n+1} = \Phi_n(y_n)$ for every layer $n$ are the answer. The *residual* is what is
-# missing: the gaps $\Phi_n(y_n) - y_{n+1}$, all of them together. `solution.stats` has its norm for every cycle.
+# The states that satisfy $y_{n+1} = \Phi_n(y_n)$ for every layer $n$ are the answer. The *residual* is all gaps
+# $\Phi_n(y_n) - y_{n+1}$ together. `solution.stats` has its norm for every cycle.
 #
 # The *coarse step* is the cheap calculation that stands in for the layers of a group. The field's standard is
-# injection: one layer with a step four times as long. `Picard(sweeps=k)` uses all layers of the group, evaluated at
-# the same time, `k` times over.
+# injection, which takes one layer with a step four times as long. `Picard(sweeps=k)` uses all layers of the group,
+# evaluated at the same time, `k` times over.
 
 # %%
 coarse_steps = {
@@ -86,9 +86,9 @@ ax.legend(title="coarse step")
 plt.show()
 
 # %% [markdown]
-# **What it shows.** The residual falls in every cycle, until the rounding of single precision stops it. It falls
-# faster with a coarse step that is closer to the layers. All three end at the same answer: the coarse step decides
-# how fast, not where to.
+# **What it shows.** The residual falls in every cycle, until the rounding of single precision stops it. It falls faster
+# with a coarse step that is closer to the layers. All three end at the same answer, because the coarse step decides how
+# fast a solver converges, but not to what.
 #
 # ## Exact states spread from the left
 #
@@ -125,22 +125,23 @@ fig.colorbar(image, label="error, power of ten")
 plt.show()
 
 # %% [markdown]
-# **What it shows.** After one cycle the first group is exact, after two cycles the second, and so on: after 16 cycles
-# everything would be, whatever the layers are. But nobody waits for that. All groups become good much earlier,
-# because the coarse step carries corrections through the whole network in every cycle.
+# **What it shows.** After one cycle the first group is exact, after two cycles the second, and so on. After 16 cycles
+# all groups would be exact, whatever the layers are. But you need not wait for that. All groups become good much
+# earlier, because the coarse step carries corrections through the whole network in every cycle.
 #
 # ## As fast as theory says
 #
-# For one number and layers that multiply it by $a = 1 + z$, the factor of a cycle is known. With groups of $m$
-# layers, $N_c$ groups and the coarse step $b = 1 + m z$ (injection), a cycle multiplies the largest error by at most
+# If the state is one number and every layer multiplies it by $a = 1 + z$, the factor of a cycle is known. With groups
+# of $m$ layers, $N_c$ groups and the coarse step $b = 1 + m z$ (injection), a cycle multiplies the largest error by at
+# most
 #
 # $$ |a^m - b| \; \frac{1 - |b|^{N_c - 1}}{1 - |b|} $$
 #
-# with F-relaxation, which evaluates every group once; and with FCF-relaxation, which does it twice, by at most
-# $|a|^m$ times this, with $N_c - 2$ in the place of $N_c - 1$ (Dobrev, Kolev, Petersson, Schroder, 2017).
+# with F-relaxation, which evaluates every group once. With FCF-relaxation, which evaluates every group twice, the bound
+# is $|a|^m$ times this, with $N_c - 2$ in the place of $N_c - 1$ (Dobrev, Kolev, Petersson, Schroder, 2017).
 #
-# We measure the factor. With $y_0 = 0$ the answer is zero, so that any guess is its own error. A cycle on each unit
-# vector gives the matrix that maps the error before to the error after; its norm is the factor.
+# We measure the factor. With $y_0 = 0$ the answer is zero, so any guess is its own error. A cycle on each unit vector
+# gives the matrix that maps the error before a cycle to the error after it. The norm of this matrix is the factor.
 
 # %%
 m, groups = 4, 32
@@ -200,10 +201,10 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **What it shows.** The points lie on the curves. Layers that change little (z near 0) converge fast, layers that
-# change much converge slowly, or with F-relaxation not at first: above 1 the error grows. A second relaxation,
-# shorter groups, or a better coarse step than injection help.
+# **What it shows.** The points lie on the curves. If layers change their input little (z near 0), cycles converge fast.
+# If layers change it much, cycles converge slowly, and with F-relaxation the factor may be above 1, so that at first
+# the error grows. A second relaxation, shorter groups or a better coarse step than injection help.
 #
 # This is the rule to remember: **layer-parallel solvers like layers that change their input little.** Most deep
-# residual networks have such layers, because many layers share one task. Where layers change much, notebooks 4 and 5
-# have other means.
+# residual networks have such layers, because many layers share one task. Notebooks 4 and 5 show what to do if layers
+# change their input much.

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 3. A scanned model, unchanged
 #
-# Many JAX models stack the parameters of equal layers and loop over them with a scan. Such a model needs no
-# rewriting: `lp_jax.parallel` takes its loss, and solves the scans inside.
+# Many JAX models stack the parameters of equal layers and loop over them with a scan. You need not rewrite such a
+# model, because `lp_jax.parallel` takes its loss and solves the scans inside.
 #
 # **Question.** Does a model that I already have still learn the same?
 #
@@ -58,8 +58,8 @@ print(lp_jax.scans(network)(stack, x))
 
 # %% [markdown]
 # `lp_jax.scans` lists the scans and what `lp_jax.parallel` does with each. Without a solver, it takes the way that is
-# predicted to be fastest on your device: on a laptop mostly the scan itself. To see all layers solved at once, we name
-# a solver.
+# predicted to be fastest on your device, which is mostly the scan itself on a laptop. We name a solver, so that all
+# layers are solved at once.
 
 # %%
 sweeps = lp_jax.Picard(sweeps=32, rtol=1e-3, fallback=True)
@@ -118,7 +118,7 @@ def loss_fn(model, x, y):
 
 
 # %% [markdown]
-# We train it twice from the same start, by the scan and by sweeps.
+# We train the model twice from the same start, once with the scan and once with sweeps.
 
 
 # %%
@@ -156,9 +156,9 @@ plt.show()
 #
 # ## When does it work well?
 #
-# A solver likes layers that change their input little. In this model `scale` says how much a block adds. We vary it,
-# and look at the residual after each cycle: the gap between what a block puts out and what the next one took in.
-# Each entry of `lp_jax.scans` has a problem, whose solution tells how far a solver has come.
+# A solver likes layers that change their input little. In this model `scale` says how much a block adds. We vary
+# `scale`, and look at the residual after each cycle, which is the gap between the output of a block and the input of
+# the next one. Each entry of `lp_jax.scans` has a problem, and its solution says how far a solver has come.
 
 # %%
 graphdef, weights = nnx.split(exact_model.blocks)
@@ -188,8 +188,8 @@ ax.legend(title="scale of a block")
 plt.show()
 
 # %% [markdown]
-# **What it shows.** The more a block adds, the more cycles it takes. Models with many layers often have a small
-# factor in front of each block, or start with small projections; both help.
+# **What it shows.** The more a block adds, the more cycles it takes. Models with many layers often have a small factor
+# in front of each block, or start with small projections. Both help.
 #
-# The same line works with Linen, Equinox and Haliax, by `lp_jax.parallel`. It takes `solver=`, `adjoint_solver=`, `comm=`
-# and `where=`, which chooses among several scans.
+# For Linen, Equinox and Haliax the line is `lp_jax.parallel`. It takes `solver=`, `adjoint_solver=`, `comm=` and
+# `where=`, which chooses among several scans.

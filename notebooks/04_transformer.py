@@ -13,11 +13,12 @@
 # %% [markdown]
 # # 4. A transformer, its buffers and its drift
 #
-# The layers of a transformer change their input a lot, and more so as they learn. That is the hard case for a solver.
+# The layers of a transformer change their input much, and more so as they learn. That is the hard case for a solver.
 #
 # **Question.** How good are layer-parallel gradients of a transformer, and do they stay good while it trains?
 #
-# A small one reads handwritten digits: eight rows of eight pixels are the eight tokens of a sequence.
+# Our small transformer reads handwritten digits. The eight rows of an image, with eight pixels each, are the tokens of
+# a sequence.
 
 # %%
 import importlib.util
@@ -99,7 +100,7 @@ print(train.evaluate(loss_fn, state.params, [(digits.test_x, digits.test_y)]))
 # ## Which layers change the state most?
 #
 # `trunk.solve` with a solver that keeps every state gives the trajectory. We look at how far each layer moves the
-# state, in parts of its norm.
+# state, relative to the norm of the state.
 
 
 # %%
@@ -132,15 +133,15 @@ ax.legend(title="training")
 plt.show()
 
 # %% [markdown]
-# **What it shows.** The first four layers do most of the work, and training makes it more so. The layers behind them
+# **What it shows.** The first four layers move the state most, and even more so after training. The layers behind them
 # become gentler.
 #
 # ## Buffers
 #
-# So the first four layers are not made for a parallel solver, and the other twelve are. A *buffer* is a block with
-# `solver=Serial()`: its layers go one after another. `nn.Network` puts blocks in a row. The network is the same and
-# is only evaluated in another way, so the trained parameters can be handed over: those of the first four layers to
-# one block, the others to the other.
+# So a parallel solver does not suit the first four layers, but it suits the other twelve. A *buffer* is a block with
+# `solver=Serial()`, so that its layers run one after another. `nn.Network` puts blocks in a row. The network is the
+# same and is only evaluated in another way, so we can hand over the trained parameters: those of the first four layers
+# to one block, and the others to the second block.
 
 # %%
 BUFFER = 4
@@ -167,10 +168,13 @@ def hand_over(params):
 # %% [markdown]
 # ## The drift
 #
-# The solver is the simplest one. A Picard *sweep* evaluates all layers at the same time, each with the state that the
-# sweep before left it, and adds up what they changed. We compare three ways to the gradient, at the moments that we
-# kept: four sweeps over all layers; four sweeps over the layers behind the buffer; and as many sweeps over all layers
-# as it takes until a sweep changes the states by a hundredth.
+# The solver is the simplest one. A Picard *sweep* evaluates all layers at the same time, each at the state that the
+# sweep before gave it, and adds up their changes. We compare three ways to the gradient, at the parameters that we
+# kept:
+#
+# * four sweeps over all layers;
+# * four sweeps over the layers behind the buffer;
+# * as many sweeps over all layers as are needed until a sweep changes the states by a hundredth.
 
 # %%
 four, many = lp_jax.Picard(sweeps=4), lp_jax.Picard(sweeps=DEPTH, rtol=1e-2)
@@ -203,12 +207,11 @@ plt.show()
 
 # %% [markdown]
 # **What it shows.** Four sweeps have a small error at the start. It grows as the network learns, because the first
-# layers move the state more and more. An effort that was enough in the beginning is not enough later. Two things
-# help:
+# layers move the state more and more. So a number of sweeps that was enough in the beginning is not enough later. Two
+# things help:
 #
-# * **Buffers** take the layers that a solver dislikes out of its hands. They cost a few layers that wait for each
-#   other.
-# * **A tolerance** lets the solver take as many sweeps as it needs, and so follows the drift.
+# * **Buffers** take the difficult layers away from the solver. They cost a few layers that wait for each other.
+# * **A tolerance** lets the solver take as many sweeps as it needs, so it follows the drift.
 #
-# Whatever you choose, measure it now and then while you train: `lp_jax.gradient_error` costs two gradients.
-# `train.Controller`, in notebook 8, does it for you.
+# Whatever you choose, measure the error now and then while you train. `lp_jax.gradient_error` costs two gradients.
+# `train.Controller`, in notebook 8, measures it for you.

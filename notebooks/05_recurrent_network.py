@@ -13,13 +13,13 @@
 # %% [markdown]
 # # 5. A recurrent network
 #
-# A recurrent network reads a sequence step by step and keeps a memory. Its time steps are its layers: 64 inputs are
+# A recurrent network reads a sequence step by step and keeps a memory. Its time steps are its layers, so 64 inputs are
 # 64 layers.
 #
 # **Question.** The state of a recurrent network moves far in every step. Can all time steps still be solved at once?
 #
-# The network reads the 64 pixels of a digit, one after another, always the last eight of them, and says after every
-# pixel which digit it takes it for. So there is a loss at every step.
+# The network reads the 64 pixels of a digit one after another, at each step the last eight of them. After every pixel
+# it says which digit it sees. So there is a loss at every step.
 
 # %%
 import importlib.util
@@ -89,10 +89,10 @@ weights = jax.tree.map(jnp.float32, weights)
 # %% [markdown]
 # ## Newton's method
 #
-# Picard sweeps, which other networks get along with, ask what each layer *adds* to the state. Here a layer may
-# replace it. Newton's method linearises every step where its state is: a matrix for each step says how a change of
-# the memory passes on. A chain of matrices can be multiplied in any grouping, two and two, then four and four, so
-# that 64 steps take six rounds. Then it linearises again, at better states.
+# Picard sweeps, which suit other networks, ask what each layer *adds* to the state. But here a layer may replace the
+# state. Newton's method linearises every step at its present state, so a matrix for each step says how a change of the
+# memory passes on. A chain of matrices can be multiplied in any grouping, two and two, then four and four, so that 64
+# steps take six rounds. Then Newton's method linearises again, at better states.
 #
 # We train with Newton's method and, from the same start, with the ordinary scan, `Serial()`.
 
@@ -134,8 +134,8 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# The loss at every step has taught the network to commit itself early. This is how often it is right on digits that
-# it never saw, after each pixel:
+# The loss at every step has taught the network to decide early. This is how often it is right after each pixel, on
+# digits that it never saw:
 
 # %%
 test_x, test_y = sequences(digits.test_x), digits.test_y
@@ -157,10 +157,11 @@ plt.show()
 # %% [markdown]
 # ## How many iterations?
 #
-# Newton's method begins with 32 *relaxations*, in which every step takes the state that entered it before. They make
-# it forget the guess. After that it needs a number of iterations that depends on the network, so we gave it a
-# tolerance. We follow the residual on the trained network: how far the memories are from satisfying every step.
-# `lp_jax.scanned` makes a problem of the arguments of a scan, and `lp_jax.solve` tells how far it has come.
+# Newton's method begins with 32 *relaxations*. In each of them every step starts from the state that the step before it
+# last gave. So the states forget the guess, as the network forgets its past. After that the number of iterations
+# depends on the network, so we gave a tolerance. On the trained network we follow the residual, which says how far the
+# memories are from satisfying every step. `lp_jax.scanned` makes a problem from the arguments of a scan, and its
+# solution has the residuals.
 
 # %%
 problem = lp_jax.scanned(
@@ -181,7 +182,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **What it shows.** Newton's method needs some iterations to come near, then the residual falls by ever larger
-# factors. Sweeps diverge. An iteration is not cheap: its matrices have 16 times 16 numbers for each step and example.
-# So it is for small states and long sequences. For larger states there are `nn.ParaGRU` and `nn.ParaLSTM`, whose
-# matrices are diagonal.
+# **What it shows.** Newton's method needs some iterations to come near the solution, and then the residual falls by
+# ever larger factors. Sweeps diverge. An iteration is not cheap, because its matrices have 16 times 16 numbers for each
+# step and example. So Newton's method is for small states and long sequences. For larger states there are `nn.ParaGRU`
+# and `nn.ParaLSTM`, whose matrices are diagonal.

@@ -16,7 +16,7 @@
 # **Question.** Four devices share a network of 64 layers. Who computes what, what do they send, and are the numbers
 # the same?
 #
-# You need no cluster to try. JAX can make one processor look like four devices; that has to be set before anything
+# You need no cluster to try this. JAX can make one processor look like four devices, if you set that before anything
 # else.
 
 # %%
@@ -47,8 +47,8 @@ print(jax.devices())
 # %% [markdown]
 # ## One argument
 #
-# A *mesh* gives names to devices. `comm=mesh` spreads the layers over them, in runs of neighbours: sixteen layers
-# each.
+# A *mesh* gives names to devices. `comm=mesh` spreads the layers over them, so that each device has a run of sixteen
+# neighbouring layers.
 
 
 # %%
@@ -94,15 +94,15 @@ print(
 )
 
 # %% [markdown]
-# The numbers are the same, up to rounding. The gradient of a layer lives where the layer lives: nothing is gathered,
-# and an optimizer updates each layer in its place.
+# The numbers are the same, up to rounding. The gradient of a layer is on the device of the layer. So nothing is
+# gathered, and an optimizer updates each layer where it is.
 #
 # ## Who computes what
 #
-# `viz.schedule` draws a training step from what the solver says of itself: time goes to the right, in evaluations of a
-# layer, and every device has a row. At first all devices work on their own sixteen layers. Then the coarse steps go from
-# device to device, one after another, and each device goes over its layers once more with the corrected states. The
-# grey row is serial propagation.
+# `viz.schedule` draws a training step from what the solver says of itself. Time goes to the right, in evaluations of a
+# layer, and every device has a row. At first all devices work on their own sixteen layers. Then the coarse steps go
+# from device to device, one after another. After that each device goes over its layers once more with the corrected
+# states. The grey row is serial propagation, one layer after another.
 
 # %%
 one_cycle = lp_jax.MGRIT(
@@ -118,13 +118,14 @@ viz.schedule(one_cycle, layers, workers=4)
 
 # %% [markdown]
 # **What it shows.** All four devices are busy most of the time, and only the coarse steps wait for each other. More
-# devices, with shorter groups, shorten what they do at the same time; the coarse part gets longer. A third level
-# shortens it in turn.
+# devices, with shorter groups, shorten the part that they do at the same time, but the coarse part gets longer. A third
+# level shortens the coarse part.
 #
 # ## What it costs
 #
-# `planning.training_step` counts what a gradient takes on the busiest device, before anything is run: all
-# evaluations, those that wait for each other, and messages. A message is one state, from a device to its neighbour.
+# `planning.training_step` counts what a gradient takes on the busiest device, before anything is run: all evaluations,
+# the evaluations that wait for each other, and messages. A message is one state that goes from a device to its
+# neighbour.
 
 # %%
 rows = {"serial": planning.training_step(lp_jax.Serial(), lp_jax.Serial(), layers)}
@@ -157,7 +158,7 @@ ax.set(
 plt.show()
 
 # %% [markdown]
-# **What it shows.** Evaluations in a row fall from 192 to 65 on eight devices, though all devices together do more
-# work than before. On sixteen the coarse steps, which wait for each other, have become the longest part. The devices
-# of this notebook share one processor, so nothing gets faster here; on real ones the same line of code does it. How
-# fast it would be is the question of the next notebook.
+# **What it shows.** Evaluations in a row fall from 192 to 65 on eight devices, although all devices together do more
+# work than before. On sixteen devices the coarse steps, which wait for each other, have become the longest part. The
+# devices of this notebook share one processor, so nothing gets faster here. On real devices the same line of code would
+# be faster, and the next notebook asks how much.

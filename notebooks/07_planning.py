@@ -13,13 +13,13 @@
 # %% [markdown]
 # # 7. Planning before buying
 #
-# Layer-parallel training does more work and waits less. On some machines that pays, on others it does not.
+# Layer-parallel training does more work but waits less. On some machines that pays, and on others it does not.
 #
 # **Question.** Would it pay for my network, here or on a GPU that I do not have yet?
 #
-# `lp_jax` answers by counting and measuring. A solver tells which evaluations it needs and which of them wait for
-# each other. A *machine* is a table of how long a layer takes, and many at once. Both together predict the time
-# of a training step.
+# `lp_jax` answers by counting and measuring. A solver says which evaluations it needs and which of them wait for each
+# other. A *machine* is a table that says how long one layer takes, and how long many take at once. Both together
+# predict the time of a training step.
 
 # %%
 import importlib.util
@@ -56,8 +56,9 @@ problem = lp_jax.Problem(step, params, jax.random.normal(keys[2], (32, width)), 
 # %% [markdown]
 # ## This machine
 #
-# `calibrate` runs the network's own layers and measures. `plan` then goes through the solvers, fastest first, takes a
-# gradient with each, and stops at the first one that is as exact as asked for. `seconds` bounds how long it looks.
+# `calibrate` runs the network's own layers and measures. `plan` then goes through the solvers, fastest first. It takes
+# a gradient with each, and stops at the first one that is as exact as you asked for. `seconds` bounds how long it
+# measures.
 
 # %%
 here = lp_jax.calibrate(problem)
@@ -65,8 +66,8 @@ found = lp_jax.plan(problem, machine=here, error=1e-2, seconds=1.0)
 print(found)
 
 # %% [markdown]
-# On a laptop's processor the answer is usually `Serial()`, one layer after another: a single layer keeps it busy, and
-# nothing that does more work can be faster. Is the prediction right? We time it.
+# On a laptop the answer is usually `Serial()`, one layer after another, because a single layer keeps the processor
+# busy, and nothing that does more work can be faster. Is the prediction right? We time both.
 
 
 # %%
@@ -93,7 +94,7 @@ for name, solver in {"serial": lp_jax.Serial(), "four sweeps": lp_jax.Picard(swe
 # %% [markdown]
 # ## A GPU that is not here
 #
-# `estimate` takes the device's data sheet and the compiler's count of a layer's operations. It runs nothing on that
+# `estimate` uses the device's data sheet and the compiler's count of a layer's operations. It runs nothing on that
 # device, and is good to a factor of a few. The gradients' errors are measured here, because they do not depend on the
 # machine.
 
@@ -106,13 +107,13 @@ print(bought)
 viz.plan(bought)
 
 # %% [markdown]
-# **What it shows.** Left: each point is a solver; further left is faster, lower is more exact. The orange line is one
-# layer after another. One small layer leaves a large GPU idle, so many at once take hardly longer than one. Right:
-# what more devices would give, by what is divided among them.
+# **What it shows.** In the left picture each point is a solver. Further left is faster, and lower is more exact. The
+# orange line is one layer after another. One small layer leaves a large GPU idle, so many layers at once take hardly
+# longer than one. The right picture shows what more devices would give, for each thing that may be divided among them.
 #
 # ## Which networks gain?
 #
-# The wider a layer, the more of the device it fills. No arrays are needed for such a question, only shapes.
+# The wider a layer is, the more of the device it fills. This question needs only shapes, and no arrays.
 
 # %%
 widths, batch = (64, 256, 1024, 4096), 256
@@ -143,5 +144,6 @@ ax.margins(y=0.12)
 plt.show()
 
 # %% [markdown]
-# **What it shows.** Narrow and deep gains much, wide gains nothing on one device: there it takes several devices. Ask
-# the planner for your network before you buy, or before you train: `lp-jax plan digits` shows a plan on the command line.
+# **What it shows.** On one device, narrow deep networks gain much and wide ones gain nothing. Wide networks need
+# several devices. Ask the planner about your network before you buy, or before you train. On the command line
+# `lp-jax plan digits` shows a plan.

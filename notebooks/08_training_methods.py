@@ -17,14 +17,14 @@
 #
 # **Question.** How do they compare, in work and in waiting?
 #
-# * **Exact**: one layer after another. The yardstick.
-# * **Sweeps**: all layers at once, as many sweeps as a tolerance takes.
-# * **Controller**: the same, with a tolerance that follows the noise of the gradient.
-# * **One-shot**: two or three sweeps per step, which begin where those of the step before ended.
-# * **Nested**: train a shallow network first, then split its layers and go on.
+# * **Exact** training evaluates one layer after another. The other methods are compared with it.
+# * **Sweeps** evaluate all layers at once, as often as a tolerance needs.
+# * **Controller** means sweeps with a tolerance that follows the noise of the gradient.
+# * **One-shot** training takes two or three sweeps per step, which begin where those of the step before ended.
+# * **Nested** training starts with a shallow network, then splits its layers and goes on.
 #
-# *Work* is the number of layer evaluations, *depth* the number of those that wait for each other. One device does the
-# work; many devices share it, and what is left is the depth.
+# *Work* is the number of layer evaluations, and *depth* is the number of those that wait for each other. One device has
+# to do all the work. Many devices share the work, so that only the depth is left.
 
 # %%
 import importlib.util
@@ -69,8 +69,8 @@ plt.show()
 # %% [markdown]
 # ## Run them
 #
-# All begin at the same weights, see the same 200 points in every step, and use the same optimizer. `train.fit` writes
-# a log.
+# All methods begin at the same weights, see the same 200 points in every step, and use the same optimizer. `train.fit`
+# writes a log.
 
 # %%
 optimizer = optax.adam(1e-2)
@@ -97,8 +97,8 @@ logs = {
 }
 
 # %% [markdown]
-# One-shot training has a step function of its own, because its state carries where the solves ended. Nested iteration
-# trains two networks, the second from what the first has learnt.
+# One-shot training has a step function of its own, because its state includes the states at which the solves ended.
+# Nested iteration trains two networks, and the second starts from what the first has learnt.
 
 # %%
 one_shot_step, state = train.one_shot(
@@ -122,8 +122,8 @@ logs["nested"] = train.nested(
 # %% [markdown]
 # ## What they cost
 #
-# `planning.training_step` counts what a step takes. Solvers with a tolerance took as many sweeps as there are
-# residuals in the row; the way back is counted with as many sweeps as the way there.
+# `planning.training_step` counts the evaluations of a step. Solvers with a tolerance took as many sweeps as there are
+# residuals in the row of the log. We count as many sweeps for the adjoint as for the forward solve.
 
 
 # %%
@@ -176,14 +176,15 @@ for row in logs["controller"].of("control"):
 # %% [markdown]
 # **What it shows.** No method wins everywhere.
 #
-# * On **one device that a layer fills**, work counts. Nested iteration halves it. All others do more work than exact
-#   training.
+# * On **one device that a layer fills**, work counts. Nested iteration halves it. All other methods do more work than
+#   exact training.
 # * On **many devices**, depth counts. Sweeps, the controller and one-shot training need a small part of the exact
 #   depth.
-# * The **controller** loosens its tolerance as soon as the noise of the gradient allows it, and saves sweeps that
-#   nobody needs. The noise is measured by two halves of the batch.
+# * The **controller** loosens its tolerance as soon as the noise of the gradient allows it, and so saves sweeps. It
+#   measures the noise with two halves of the batch.
 # * **One-shot** training needs the same examples in every step, so it is for full batches. Nested iteration needs
-#   layers that can be split, as those of a residual network can.
+#   layers that can be split, such as those of a residual network.
 #
-# One-shot training has the least depth for the same loss. Its gradients lag: in a longer training, of 200 steps, it falls
-# behind. This is a small problem with one start. The documentation has tables over several problems and many seeds.
+# One-shot training has the least depth for the same loss. But its gradients lag, so it falls behind in a longer
+# training of 200 steps. This is a small problem with one seed. The documentation has tables over several problems and
+# many seeds.

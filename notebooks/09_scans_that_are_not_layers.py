@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 9. Scans that are not layers
 #
-# Samplers, filters and Markov chains are scans, too: each step takes the state that the step before left. `lp_jax.scan`
-# solves all steps of such a scan at once, as it solves the layers of a network.
+# Samplers, filters and Markov chains are scans, too, because each step takes the state that the step before it left.
+# `lp_jax.scan` solves all steps of such a scan at once, as it solves the layers of a network.
 #
 # **Question.** Which of these scans need a few iterations, and which need so many that nothing is gained?
 
@@ -42,8 +42,9 @@ plt.rcParams.update(
 # ## A sampler
 #
 # A diffusion model turns noise into samples, by many small steps. Every step removes a part of the noise that a network
-# predicts. Here the data are eight Gaussians on a circle, for which the noise is known exactly, and DDIM takes 200 steps.
-# A step changes a sample little, so Picard sweeps are the method: evaluate all steps at once, and add up what they change.
+# predicts. Here the data are eight Gaussians on a circle, for which the noise is known exactly, and DDIM takes 200
+# steps. A step changes a sample little, so we take Picard sweeps, which evaluate all steps at once and add up their
+# changes.
 
 # %%
 STEPS = 200
@@ -86,8 +87,8 @@ fig.suptitle(f"{STEPS} steps of a sampler, solved by a few sweeps")
 plt.show()
 
 # %% [markdown]
-# How many sweeps are enough? A tolerance finds it. `lp_jax.scanned` makes a problem of the arguments of the scan, and
-# `lp_jax.solve` tells how many sweeps it took.
+# How many sweeps are enough? A solve with a tolerance finds out. `lp_jax.scanned` makes a problem from the arguments of
+# the scan, and its solution says how many sweeps it took.
 
 # %%
 problem = lp_jax.scanned(ddim, start, steps)
@@ -97,7 +98,7 @@ print(problem.solve(solver=lp_jax.Picard(sweeps=50, rtol=1e-3)).stats)
 # ## A filter
 #
 # A Kalman filter follows a moving body by noisy observations of its position. Its state is a mean and a covariance. A
-# step replaces them, so sweeps would diverge. Newton's method linearises all steps at once. The filter forgets what it
+# step replaces both, so sweeps would diverge. Newton's method linearises all steps at once. The filter forgets what it
 # knew long ago, so a few iterations are enough.
 
 # %%
@@ -137,9 +138,9 @@ plt.show()
 # %% [markdown]
 # ## Markov chains, and where it ends
 #
-# A Metropolis-adjusted Langevin chain (MALA) draws from a density by small steps uphill with noise, and refuses some of them.
-# With the noise drawn beforehand it is a scan. Two chains with the same noise meet if the density has one round top. They do
-# not on a banana: there a small difference grows.
+# A Metropolis-adjusted Langevin chain (MALA) draws from a density by small steps uphill with noise, and refuses some of
+# them. If the noise is drawn beforehand, the chain is a scan. Two chains with the same noise meet if the density has
+# one round top. They do not meet if the density is bent like a banana, because there a small difference grows.
 
 # %%
 SIZE = 0.1
@@ -195,7 +196,7 @@ right.legend()
 plt.show()
 
 # %% [markdown]
-# **What it shows.** A scan whose steps change little takes a few sweeps, and one that forgets its past takes a few Newton
-# iterations, however many steps it has. A scan that spreads small differences needs more iterations the longer it is. Then
-# `jax.lax.scan` is the right call. Iterations are not seconds: each evaluates all steps, so they save time where a device can do
-# that at once.
+# **What it shows.** A scan whose steps change little takes a few sweeps, and one that forgets its past takes a few
+# Newton iterations, however many steps it has. A scan that enlarges small differences needs more iterations the longer
+# it is, so there `jax.lax.scan` is the right call. Iterations are not seconds. Each iteration evaluates all steps, so a
+# few iterations save time only if a device can evaluate all steps at once.

@@ -306,18 +306,12 @@ def sum_of_squares(tree: PyTree) -> jax.Array:
     return jax.tree.reduce(jnp.add, leaf_squares(tree), zero)
 
 
-def inner_by_component(a: Stacked, b: Stacked, axis: int | None = 0) -> PyTree:
-    """Real parts of the inner products along an axis, or all, in one dtype of at least single precision."""
+def inner_by_component(a: Stacked, b: Stacked) -> PyTree:
+    """Real parts of the inner products along the leading axis, in one dtype of at least single precision."""
     dtype = real_dtype(a, at_least=jnp.float32)
     return jax.tree.map(
-        lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype), axis), wide(a), wide(b)
+        lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype), 0), wide(a), wide(b)
     )
-
-
-def inner(a: PyTree, b: PyTree) -> jax.Array:
-    """Real part of the inner product over all leaves, in at least single precision."""
-    zero = jnp.zeros((), real_dtype(a, at_least=jnp.float32))
-    return jax.tree.reduce(jnp.add, inner_by_component(a, b, None), zero)
 
 
 def real_dtype(tree: PyTree, at_least: DTypeLike | None = None) -> np.dtype:

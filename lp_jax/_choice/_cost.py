@@ -25,6 +25,9 @@ class Cost(NamedTuple):
     flops: float  # of its products
     numbers: float  # results of its other operations; of a convolution, its products
     kernels: int  # its products and reductions, with those operations that fuse with them
+    convolved: (
+        float  # of the numbers, those that are products of convolutions, beyond one for each result
+    )
 
 
 def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
@@ -32,6 +35,7 @@ def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
     flops = 0.0
     numbers = 0.0
     kernels = 0
+    convolved = 0.0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         results = [math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars]
@@ -47,16 +51,19 @@ def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
             turns = equation.params["length"] if name == "scan" else 1
             flops += turns * each.flops
             numbers += turns * each.numbers
+            convolved += turns * each.convolved
             kernels += each.kernels if turns == 1 else turns * (each.kernels + 1)
         elif name == "conv_general_dilated":
             shape = array_type(equation.invars[1]).shape
             out = equation.params["dimension_numbers"].rhs_spec[0]
-            numbers += results[0] * math.prod(shape) / shape[out]
+            products = results[0] * math.prod(shape) / shape[out]
+            numbers += products
+            convolved += products - results[0]
             kernels += 2
         else:
             numbers += sum(results)
             kernels += name.startswith(("reduce", "arg", "cum", "sort"))
-    return Cost(flops, numbers, kernels)
+    return Cost(flops, numbers, kernels, convolved)
 
 
 def _flops(equation: core.JaxprEqn, terms: int | None) -> float:

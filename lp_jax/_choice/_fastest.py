@@ -125,8 +125,7 @@ def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
     for each worker are not: as many as make them exact cost what a relay does, and send more messages. Sweeps get a budget: they
     may cost as much as serial propagation, so that on a network on which they fail they at most double its time.
     """
-    forward, backward = _serial(layers)
-    serial = forward + backward
+    serial = _serial(layers)
     if not layers.footprint.counted:
         return SERIAL, serial
     options = [_kernel(layers)]
@@ -146,13 +145,13 @@ def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
     return pair, seconds
 
 
-def _serial(at: Layers) -> tuple[float, float]:
-    """Seconds of serial propagation: forward, and of the gradient."""
-    relayed = (at.workers - 1) * _message(at)
-    forward, backward = at.processor.serial(at.footprint, at.layers)
-    if at.processor.two_passes(at.footprint):  # half of it is the gradients, of all workers at once
-        backward *= (1 + 1 / at.workers) / 2
-    return forward + relayed, backward + relayed
+def _serial(at: Layers) -> float:
+    """Seconds of serial propagation and its gradient, over several workers of a relay."""
+    p, others = at.processor, at.workers - 1
+    turns = at.workers * p.launch * p.turn_kernels * at.footprint.kernels
+    turns += at.layers * p.turn_passes * at.state / p.bandwidth
+    propagated = sum(p.serial(at.footprint, at.layers, at.workers))
+    return propagated + bool(others) * turns + 2 * others * _message(at)
 
 
 def _message(at: Layers) -> float:
@@ -164,11 +163,13 @@ def _sweeps(at: Layers, rtol: float) -> tuple[float, Pair]:
     """Sweeps over all layers, as many as cost what serial propagation costs."""
     mine = math.ceil(at.layers / at.workers)
     messages = 0 if at.workers == 1 else 2 + (at.workers - 1).bit_length()
-    summed = mine * at.processor.sum_passes * at.state / at.processor.bandwidth
-    one = at.processor.batch(at.footprint, mine) + summed + messages * _message(at)
+    p, levels = at.processor, (mine - 1).bit_length()
+    summed = mine * p.sum_passes * at.state / p.swept(at.footprint, mine)
+    summed += levels * p.sum_kernels * p.launch
+    one = p.batch(at.footprint, mine) + summed + messages * _message(at)
     swept = sweeps_to(rtol)
     expected = [min(typical(s.rtol), at.layers) for s in swept]
-    budget = int(min(sum(_serial(at)) / one, 1000)) - _LAST
+    budget = int(min(_serial(at) / one, 1000)) - _LAST
     shares = [budget * sweeps // sum(expected) for sweeps in expected]
     if any(share < sweeps for share, sweeps in zip(shares, expected, strict=True)):
         return math.inf, SERIAL
@@ -218,7 +219,8 @@ def _newton(at: Layers, rtol: float) -> tuple[float, Pair]:
         kinds = [(diagonal, at.examples * d // at.in_place, at.in_place, 4 + 2)]
     options = []
     for forward, matrices, columns, iterations in kinds:
-        evaluations = min(matrices, at.examples) / at.examples * columns
+        # of the whole batch: a shared Jacobian takes a column from each example
+        evaluations = max(1.0, min(matrices, at.examples) / at.examples * columns)
         one = evaluations * p.one(at.footprint, steps=at.layers) + p.jacobians(matrices, columns)
         each = p.launch * OF_NEWTON + at.layers * one
         relaxing = forward.relaxations * p.batch(at.footprint, at.layers)

@@ -24,6 +24,7 @@ class Footprint(NamedTuple):
     few: bool = False  # whether gradients of weights are sums of two to a few outer products: see `with_few_terms`
     one_row: bool = False  # whether all of its products have one row
     numbers: float = 0.0  # that its other operations compute; a convolution counts its products
+    convolved: float = 0.0  # of these, products of convolutions, beyond one for each result
     kernels: int = 1  # its products and reductions, with those operations that fuse with them
     branches: float = 1.0  # work in a batch of layers relative to this, as a batch evaluates all branches of a switch
     operations: int = 0  # of its program; the time to compile grows with them
@@ -45,7 +46,7 @@ def footprint(
         return Footprint(0, 0, math.inf, counted=False)
     program = live(program)
     try:
-        flops, numbers, kernels = cost_of(program)
+        flops, numbers, kernels, convolved = cost_of(program)
     except ValueError:  # a loop whose length is data
         return Footprint(nbytes, 0, math.inf, counted=False)
     # without products and reductions, too, some operations are not fused
@@ -64,6 +65,7 @@ def footprint(
         few=few,
         one_row=one_row,
         numbers=numbers,
+        convolved=convolved,
         kernels=kernels,
         branches=branches,
         operations=len(operations),
@@ -84,5 +86,5 @@ def _at_once_cost(program: core.Jaxpr) -> float:
         jax.ShapeDtypeStruct((*more, *array_type(v).shape), array_type(v).dtype)
         for more, v in kinds
     ]
-    flops, numbers, _ = cost_of(live(jax.make_jaxpr(layers)(*shapes).jaxpr))
-    return (flops + numbers) / 2
+    cost = cost_of(live(jax.make_jaxpr(layers)(*shapes).jaxpr))
+    return (cost.flops + cost.numbers) / 2

@@ -26,6 +26,7 @@ class Processor:
     kernel: float  # to start a kernel in a loop over layers
     row_kernel: float  # the same for products of one row
     operation: float = 0.0  # more for each operation of a layer, where they are seldom fused
+    convolves: bool = False  # whether convolutions are as fast as products are
     backward: float  # kernels of a layer's gradient, relative to those of its evaluation
     launch: float  # to start a kernel that evaluates several layers
     # more for each kernel of a layer in a batch, where products have a few rows
@@ -35,12 +36,20 @@ class Processor:
     # whether one layer leaves most of it idle: layers at once, and gradients apart from cotangents, then cost little
     wide: bool = True
     # of layers whose serial propagation is unrolled where turns are not launched: most bytes, most kernels; and the time of
-    # their kernels then, relative to `kernel`
+    # their kernels then on one worker, relative to `kernel`
     unroll_bytes: float = 2**13
     unroll_kernels: float = 4
     unrolled: float = 1.0
-    # over the states, that adding increments up and measuring their change take besides
+    # Adding increments up and measuring their change takes, besides, so many kernels each time that the number of layers doubles,
+    # and passes over the states; of which so many bytes stay in the cache in a sweep.
+    sum_kernels: float = 0.0
     sum_passes: float = 0.0
+    cached_states: float = 0.0
+    # In a relay: the part of a gradient's kernels that form the weights' gradients, on all workers at once; and where each worker
+    # takes part in the turns of all, and selects, so many kernels for each of a layer in a turn, and passes over its states.
+    of_weights: float = 0.5
+    turn_kernels: float = 0.0
+    turn_passes: float = 0.0
     link: float = math.inf  # bytes a second to the next worker, if fewer than of the memory
     # most terms of a weight's gradient that is a sum of outer products: `with_few_terms`
     outer_terms: int = 0
@@ -57,20 +66,36 @@ class Processor:
             return max(steps, 1)
         return max(1, min(steps, _CHUNK_BYTES // each))
 
-    def one(self, layer: Footprint, *, steps: int) -> float:
-        """Seconds of a layer's arithmetic, one of ``steps`` layers, without the start of its kernels."""
+    def one(self, layer: Footprint, *, steps: int, bandwidth: float | None = None) -> float:
+        """Seconds of a layer's arithmetic, one of ``steps`` layers, without the start of its kernels.
+
+        ``bandwidth`` is that of its states, by default the memory's.
+        """
         cached = steps * layer.operands <= self.cache_bytes
         read = layer.operands / (self.cache_bandwidth if cached else self.bandwidth)
-        return max(layer.flops / self.flops, read + _BYTES * layer.numbers / self.bandwidth)
+        products = layer.convolved if self.convolves else 0.0
+        moved = _BYTES * (layer.numbers - products) / (bandwidth or self.bandwidth)
+        return max((layer.flops + 2 * products) / self.flops, read + moved)
 
-    def serial(self, layer: Footprint, steps: int) -> tuple[float, float]:
-        """Seconds of serial propagation through ``steps`` layers: forward, and the further seconds of the gradient."""
+    def swept(self, layer: Footprint, steps: int) -> float:
+        """Bytes a second of the states in a sweep over ``steps`` layers."""
+        cached = steps * layer.working <= self.cached_states
+        return self.cache_bandwidth if cached else self.bandwidth
+
+    def serial(self, layer: Footprint, steps: int, workers: int = 1) -> tuple[float, float]:
+        """Seconds of serial propagation through ``steps`` layers: forward, and the further seconds of the gradient.
+
+        Over several ``workers`` it is a relay, without its messages.
+        """
         each = self.row_kernel if layer.one_row else self.kernel
         each = each * layer.kernels + self.operation * layer.operations
-        each *= self.unrolled if self.serial_unroll(layer) > 1 else 1.0
+        each *= self.unrolled if workers == 1 and self.serial_unroll(layer) > 1 else 1.0
         started = each if layer.flops >= _UNROLL_FLOPS or self.wide else 0.0
         one = self.one(layer, steps=steps)
-        return steps * (started + one), steps * (self.backward * started + 2 * one)
+        # what one worker after another forms, of the gradients of weights all at once
+        idle = (1 - 1 / workers) if self.two_passes(layer) else 0.0
+        back = self.backward * started * (1 - self.of_weights * idle) + one * (2 - idle)
+        return steps * (started + one), steps * back
 
     def two_passes(self, layer: Footprint) -> bool:
         """Whether a relay forms gradients apart from cotangents; on a CPU not those of products of few rows or flops.
@@ -83,10 +108,8 @@ class Processor:
     def batch(self, layer: Footprint, steps: int) -> float:
         """Seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
         starts = (layer.kernels + OF_A_SUM) * math.ceil(steps / self.at_once(layer, steps))
-        one = (
-            layer.branches * self.one(layer, steps=steps)
-            + self.few_rows * layer.few * layer.kernels
-        )
+        one = layer.branches * self.one(layer, steps=steps, bandwidth=self.swept(layer, steps))
+        one += self.few_rows * layer.few * layer.kernels
         return self.launch * starts + steps * one
 
     def jacobians(self, matrices: int, numbers: int) -> float:
@@ -180,14 +203,20 @@ def _tpu(flops: float, bandwidth: float, vmem: float, link: float, clock: float)
         kernel=300 / clock,
         row_kernel=300 / clock,
         operation=300 / clock,
+        convolves=True,
         backward=1.5,
         launch=2000 / clock,
-        latency=2e-6,
+        latency=1e-6,
         launches=False,
         unroll_bytes=1.5e5,
         unroll_kernels=3,
         unrolled=0.75,
-        sum_passes=16,
+        sum_kernels=2,
+        sum_passes=8,
+        cached_states=vmem / 2,
+        of_weights=0.0,
+        turn_kernels=4.5,
+        turn_passes=6,
         link=link,
     )
 
@@ -265,12 +294,12 @@ def processor(platform: str, kind: str = "") -> Processor:
     return found or (TPU if platform == "tpu" else ACCELERATOR)
 
 
-def at_hand(platform: str) -> Processor:
-    """Numbers of the devices of a platform; of an unknown kind where there are none, as when compiling for another machine."""
+def at_hand(platform: str, kind: str = "") -> Processor:
+    """Numbers of the devices of a platform, and of their kind where there are none, as when compiling for another machine."""
     try:
         devices = jax.devices(platform)
     except RuntimeError:
-        return processor(platform)
+        return processor(platform, kind)
     found = processor(platform, devices[0].device_kind)
     if len(devices) > 1:
         found = dataclasses.replace(found, kernel_step=None)  # such a kernel is not partitioned

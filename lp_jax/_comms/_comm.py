@@ -7,7 +7,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 
@@ -20,6 +20,14 @@ class Unit(Protocol):
 
     def unit(self, steps: int) -> int:
         """Number of layers that one step of the coarsest level stands for, in a network of ``steps`` layers."""
+
+
+class Operands(NamedTuple):
+    """The operands of a network, as its caller passed them: a `Comm` may refuse some."""
+
+    stacked: Stacked  # ``params`` and ``data``, leaves ``(layers, ...)``
+    common: PyTree  # ``y0`` and ``shared``
+    times: dict[str, str]  # those of ``t0`` and ``t1`` that are known when the network is traced
 
 
 class Comm(abc.ABC):
@@ -39,25 +47,24 @@ class Comm(abc.ABC):
         return default_platform()
 
     @property
+    def kind(self) -> str:
+        """Kind of the workers' devices, `jax.Device.device_kind`, where they may be others than JAX's; empty by default."""
+        return ""
+
+    @property
     def splits(self) -> bool:
         """Whether the caller of `solve` passes this process's layers only."""
         return False
 
     @abc.abstractmethod
     def place(
-        self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree
+        self, layers: int, solvers: Sequence[Unit], operands: Operands, inside: bool = False
     ) -> Workers:
         """Decide which layers each worker holds, of the number of ``layers`` that the caller of `solve` passed.
 
-        Of the forward and the adjoint solver, a ``unit`` of layers must stay on one worker. ``stacked`` are ``params`` and
-        ``data``, leaves ``(layers, ...)``; ``common`` are ``y0`` and ``shared``.
+        Of the forward and the adjoint solver, a ``unit`` of layers must stay on one worker. With ``inside``, every worker passes
+        its own layers, because it calls the pieces of a cycle by itself.
         """
-
-    def place_inside(
-        self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree
-    ) -> Workers:
-        """As `place`, where every worker passes its own layers and calls the pieces of a cycle by itself."""
-        return self.place(layers, solvers, stacked, common)
 
     def adopt(self, tree: PyTree) -> PyTree:
         """Move arrays that lie elsewhere to the workers."""
@@ -77,8 +84,8 @@ class Comm(abc.ABC):
         """Return the tree; its gradient is summed over the workers, as each uses it for its own layers."""
         return tree
 
-    def compared(self, tree: PyTree, facts: dict[str, str]) -> PyTree:
-        """Return the tree, ``y0`` and ``shared``; refuse ``facts`` on the problem that differ between workers' callers."""
+    def compared(self, tree: PyTree) -> PyTree:
+        """Return the tree, ``y0`` and ``shared``; its numbers may be compared between the workers' callers."""
         return tree
 
     def adapt(
@@ -105,7 +112,7 @@ class OneDevice(Comm):
     size = 1
 
     def place(
-        self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree
+        self, layers: int, solvers: Sequence[Unit], operands: Operands, inside: bool = False
     ) -> Workers:
         return Local(layers=layers, held=(layers,))
 

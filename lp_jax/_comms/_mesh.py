@@ -19,7 +19,7 @@ from lp_jax._arrays._place import batch_with_place, retyped
 from lp_jax._arrays._products import ALONE
 from lp_jax._arrays._types import PyTree, Stacked
 from lp_jax._comms import _wire
-from lp_jax._comms._comm import Comm, Unit, common_unit
+from lp_jax._comms._comm import Comm, Operands, Unit, common_unit
 from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Turn, Workers
 
 
@@ -75,6 +75,10 @@ class MeshComm(Comm):
         return str(self.mesh.devices.flat[0].platform)
 
     @property
+    def kind(self) -> str:
+        return str(self.mesh.devices.flat[0].device_kind)
+
+    @property
     def automatic(self) -> Mesh | AbstractMesh:
         """The mesh with all axes automatic; inside a `jax.shard_map` over other axes, the mesh of that context."""
         names, here = self.mesh.axis_names, jax.sharding.get_abstract_mesh()
@@ -106,21 +110,34 @@ class MeshComm(Comm):
         )
 
     def place(
-        self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree
+        self, layers: int, solvers: Sequence[Unit], operands: Operands, inside: bool = False
     ) -> Workers:
         """Runs of whole intervals, equally long; the last ones may hold slots beyond the last layer."""
-        self._check(stacked, common)
-        if self.size == 1:
-            return Local(layers=layers, held=(layers,))
-        if any(_tree.varying_axes(x) for x in jax.tree.leaves((stacked, common))):
+        whole = layers * self.size if inside else layers
+        unit = common_unit(solvers, whole)
+        held = layers if inside else unit * math.ceil(math.ceil(layers / unit) / self.size)
+        if inside:
+            self._check_inside(layers, unit)
+        else:
+            self._check(operands)
+            if self.size == 1:
+                return Local(layers=layers, held=(layers,))
+        if any(_tree.varying_axes(x) for x in jax.tree.leaves(operands[:2])):
             raise ValueError(
-                f"comm={self} inside a shard_map that checks what varies between devices (check_vma=True) does not work. Spread "
-                "the batch by its sharding instead of that shard_map; or call it with check_vma=False, where each device has the "
-                "gradient of its own share, and average them (jax.lax.pmean)."
+                "the pieces of a cycle need check_vma=False, and gradients outside of the shard_map."
+                if inside
+                else f"comm={self} inside a shard_map that checks what varies between devices (check_vma=True) does not work. "
+                "Spread the batch by its sharding instead of that shard_map; or call it with check_vma=False, where each device "
+                "has the gradient of its own share, and average them (jax.lax.pmean)."
             )
-        unit = common_unit(solvers, layers)
-        held = (unit * math.ceil(math.ceil(layers / unit) / self.size),) * self.size
-        return self._workers(layers, held)
+        return OnMesh(
+            layers=whole,
+            held=(held,) * self.size,
+            sequential=self.sequential,
+            mesh=self.automatic,
+            axis=self.axis,
+            opened=inside,
+        )
 
     def init(
         self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None
@@ -161,45 +178,28 @@ class MeshComm(Comm):
 
         return jax.tree.map(leaf, tree)
 
-    def place_inside(
-        self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree
-    ) -> Workers:
+    def _check_inside(self, layers: int, unit: int) -> None:
+        """Refuse the pieces of a cycle outside of a ``shard_map`` over the axis, and intervals that are cut."""
         if self.axis not in jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
                 f"comm={self} needs a jax.shard_map over {self.axis!r} around the pieces of a cycle, in which each device passes "
                 "its own layers. Or give the cycle to a solver, MGRIT(cycle=...), which opens one."
             )
-        unit = common_unit(solvers, layers * self.size)
         if layers % unit:
             raise ValueError(
                 f"each device of {self.axis!r} must hold whole intervals of all levels, {unit} layers; got {layers} layers. "
                 "Change the coarsening, or the number of devices."
             )
-        if any(_tree.varying_axes(x) for x in jax.tree.leaves((stacked, common))):
-            raise ValueError(
-                "the pieces of a cycle need check_vma=False, and gradients outside of the shard_map."
-            )
-        return dataclasses.replace(
-            self._workers(layers * self.size, (layers,) * self.size), opened=True
-        )
 
-    def _workers(self, layers: int, held: tuple[int, ...]) -> "OnMesh":
-        return OnMesh(
-            layers=layers,
-            held=held,
-            sequential=self.sequential,
-            mesh=self.automatic,
-            axis=self.axis,
-        )
-
-    def _check(self, stacked: Stacked, common: PyTree) -> None:
+    def _check(self, operands: Operands) -> None:
         """Refuse arrays that already use the axis for something else."""
         if self.axis in jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
                 f"comm={self} inside a shard_map over the same axis {self.axis!r}: solve opens one of its own. Call it outside, "
                 "with the whole stacks."
             )
-        for name, tree, first in (("params and data", stacked, 1), ("y0 and shared", common, 0)):
+        kinds = ("params and data", operands.stacked, 1), ("y0 and shared", operands.common, 0)
+        for name, tree, first in kinds:
             for path, leaf in jax.tree.leaves_with_path(tree):
                 traced = isinstance(leaf, jax.core.Tracer)
                 sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
@@ -258,13 +258,17 @@ class OnMesh(Workers):
         return (self.held[0],) * 2 if self.opened else super().rows
 
     def map(self, body: Body) -> Body:
-        specs = PartitionSpec(self.axis), PartitionSpec()
-        spread = functools.partial(
-            jax.shard_map, mesh=self.mesh, axis_names={self.axis}, check_vma=False
-        )
         if self.opened:
             return body
-        opened = spread(body, in_specs=specs, out_specs=specs)
+        specs = PartitionSpec(self.axis), PartitionSpec()
+        opened = jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=specs,
+            out_specs=specs,
+            axis_names={self.axis},
+            check_vma=False,
+        )
         # The gradient of a loop around a solve takes out of the loop what does not depend on its carry, and would divide the
         # solve, whose parts hold types of another mesh.
 

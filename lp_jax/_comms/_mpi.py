@@ -19,7 +19,7 @@ from jax.interpreters import batching, partial_eval
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree, Stacked, State
 from lp_jax._comms import _together, _wire
-from lp_jax._comms._comm import Comm, Unit, common_unit
+from lp_jax._comms._comm import Comm, Operands, Unit, common_unit
 from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Turn, Workers, one_after_another
 
 if TYPE_CHECKING:
@@ -154,15 +154,11 @@ class MPIComm(Comm):
     def replicate(self, tree: PyTree) -> PyTree:
         return _replicate(tree, self) if self.size > 1 else tree
 
-    def compared(self, tree: PyTree, facts: dict[str, str]) -> PyTree:
-        if self.size == 1:
-            return tree
-        if facts:
-            self._refuse_differences("the times", self._everyone(facts))
-        return _checked(tree, self) if self.check else tree
+    def compared(self, tree: PyTree) -> PyTree:
+        return _checked(tree, self) if self.check and self.size > 1 else tree
 
     def place(
-        self, layers: int, solvers: Sequence[Unit], stacked: Stacked, common: PyTree
+        self, layers: int, solvers: Sequence[Unit], operands: Operands, inside: bool = False
     ) -> Workers:
         """Return this rank's workers. Where the ranks disagree on the network, all of them raise."""
 
@@ -174,16 +170,17 @@ class MPIComm(Comm):
             }
 
         facts = {
-            "the layers": describe("params, data", stacked, 1),
-            "what all layers share": describe("y0, shared", common, 0),
+            "the layers": describe("params, data", operands.stacked, 1),
+            "what all layers share": describe("y0, shared", operands.common, 0),
+            "the times": operands.times,
             "the solvers": {
                 "solver, adjoint_solver": re.sub(" at 0x[0-9a-f]+", "", repr(tuple(solvers)))
             },
         }
-        everyone = self._everyone((layers, facts))
+        _together.meet(self._duplicates[2], self.patience)
+        counts, everyone = zip(*self.python_comm.allgather((layers, facts)), strict=True)
         for what in facts:
-            self._refuse_differences(what, [theirs[what] for _, theirs in everyone])
-        counts = [n for n, _ in everyone]
+            self._refuse_differences(what, [theirs[what] for theirs in everyone])
         total = sum(counts)
         if total == 0:
             raise ValueError(
@@ -194,18 +191,13 @@ class MPIComm(Comm):
         unit, meant = common_unit(solvers, total), self.layers or total
         # another solver may have placed the layers, in units of more of them
         units = range(unit, counts[0] + unit, unit)
-        if meant != total or counts not in [_lengths(total, self.size, n) for n in units]:
+        if meant != total or [*counts] not in [_lengths(total, self.size, n) for n in units]:
             raise ValueError(
-                f"comm=MPIComm(...): the ranks passed {counts} layers, {total} in all; wanted are {meant}, as even as can be, "
+                f"comm=MPIComm(...): the ranks passed {[*counts]} layers, {total} in all; wanted are {meant}, as even as can be, "
                 f"and but for the last ones multiples of {unit}, as no interval is cut, like {_lengths(meant, self.size, unit)}. "
                 f"lp_jax.layer_slices({meant}, {self.size}, solver, adjoint_solver)[rank] gives such runs."
             )
-        return OnRanks(layers=total, held=tuple(counts), sequential=self.sequential, comm=self)
-
-    def _everyone(self, mine: Any) -> list[Any]:
-        """The values of all ranks."""
-        _together.meet(self._duplicates[2], self.patience)
-        return list(self.python_comm.allgather(mine))
+        return OnRanks(layers=total, held=counts, sequential=self.sequential, comm=self)
 
     def _refuse_differences(self, what: str, everyone: Sequence[dict[str, str]]) -> None:
         for rank, theirs in enumerate(everyone):
@@ -325,11 +317,9 @@ class OnRanks(Workers):
         return max(0, min(self.held[rank], here)), self.held[rank]
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
-        source, dest = (
-            w if 0 <= w < self.active else None for w in (self.comm.rank - by, self.comm.rank + by)
-        )
-        if self.comm.rank >= self.active:
-            source = dest = None
+        rank, last = self.comm.rank, self.active - 1
+        ends = rank - by, rank + by
+        source, dest = (w if rank <= last and 0 <= w <= last else None for w in ends)
         received = self._exchange(tree, source, dest)
         return _wire.zeros_after(received) if source is None else received
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from lp_jax._arrays._types import PyTree
@@ -67,7 +66,7 @@ def apply_packed(
     lead = 1 if listed else 0
     dtypes = {x.dtype for x in leaves}
     if len(dtypes) == 1 and str(leaves[0].dtype) in _KNOWN:
-        encoded = [x.reshape(*x.shape[:lead], math.prod(x.shape[lead:])) for x in leaves]
+        encoded = [_flat(x, lead) for x in leaves]
     else:  # several dtypes, or one that MPI does not know
         encoded = [encode(x, lead) for x in leaves]
     ends = list(itertools.accumulate(x.shape[-1] for x in encoded))
@@ -84,22 +83,16 @@ def encode(x: jax.Array, lead: int) -> jax.Array:
     """The bytes of an array, with all axes but the first ``lead`` as one."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    if jnp.iscomplexobj(x):
-        x = jnp.stack([x.real, x.imag], axis=-1)
-    return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:])).view(jnp.uint8)
+    return _flat(x, lead).view(jnp.uint8)
 
 
 def _decode(x: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, lead: int) -> jax.Array:
     """Undo `encode`, if it was applied; ``x`` may have more rows than ``like``."""
-    shape = (*x.shape[:lead], *like.shape[lead:])
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         words = _decode(x, jax.eval_shape(jax.random.key_data, like), lead)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))  # type: ignore[arg-type]
-    if like.dtype in (x.dtype, bool):
-        return x.reshape(shape).astype(like.dtype)
-    if jnp.issubdtype(like.dtype, jnp.complexfloating):
-        parts = _decode(
-            x, jax.ShapeDtypeStruct((*like.shape, 2), jnp.finfo(like.dtype).dtype), lead
-        )
-        return lax.complex(parts[..., 0], parts[..., 1])
-    return x.view(like.dtype).reshape(shape)
+    return x.view(like.dtype).reshape(*x.shape[:lead], *like.shape[lead:])
+
+
+def _flat(x: jax.Array, lead: int) -> jax.Array:
+    return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))

@@ -65,11 +65,8 @@ def solve_adjoint(
 
     ``stride`` is that of the forward solve; ``adjoint_guess`` in the gradient are cotangents of states that enter intervals.
     """
-    forward, linearised = (
-        solver.discretize(chain),
-        None if saved.linearisations is None else chain.linearised,
-    )
-    fine = forward[0]
+    forward = solver.discretize(chain)
+    fine, linearised = forward[0], None if saved.linearisations is None else chain.linearised
     needs_states = any(
         level.linearise_at for level in forward
     )  # coarse steps linearised at all states
@@ -101,7 +98,9 @@ def solve_adjoint(
     if linearised is None:
         finest = transpose(fine, states, y1_cotangent, advance, sources, recompute=recompute)
     else:
-        finest = _transpose_linearised(fine, linearised, states, saved.linearisations, y1_cotangent)
+        finest = transpose(
+            fine, states, y1_cotangent, sources=saved.linearisations, linearised=linearised
+        )
         if sources:
             rhs, of_aux = gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once)
             finest = finest.with_rhs(rhs)
@@ -160,17 +159,21 @@ def transpose(
     advance: Advance | None = None,
     sources: Points | None = None,
     *,
+    linearised: Linearised | None = None,
     recompute: bool = False,
 ) -> Level:
     """The adjoint of a level at the ``states`` that enter its steps.
 
-    ``sources`` are cotangents of what ``advance``, the level's step, emits. With ``recompute``, ``states`` are only those that
-    enter the intervals; the others are recomputed whenever they are needed.
+    ``sources`` are cotangents of what ``advance``, the level's step, emits. If the steps are ``linearised``, they are what the
+    linearisations kept, and no step is evaluated again. With ``recompute``, ``states`` are only those that enter the intervals;
+    the others are recomputed whenever they are needed.
     """
     forward = advance or level.advance
 
     def step(lam: State, x: tuple[PyTree, State, PyTree], shared: PyTree) -> State:
         operand, u, source = x
+        if linearised is not None:
+            return linearised.transpose(u, operand, shared, source)(lam)[0]
         return jax.vjp(lambda u: forward(u, operand, shared), u)[1]((lam, source))[0]
 
     def expand(x: tuple[PyTree, State, PyTree], shared: PyTree) -> tuple[PyTree, Points, PyTree]:
@@ -189,35 +192,17 @@ def transpose(
     if level.gathered is not None:
         everywhere = (level.gathered, *level.workers.gather((states, sources), level.span))
     return dataclasses.replace(
-        _reverse(level, cotangent),
+        level,
+        y0=cotangent,
+        reverse=True,
+        transfer=None if level.transfer is None else _transpose_transfer(level),
+        origin=level.origin or level.step,
+        chain=None,
         xs=(level.xs, states if recompute else level.split(states), level.split(sources)),
         gathered=everywhere,
         step=identity if level.step is identity else step,
         expand=expand if recompute else None,
-        has_sources=bool(jax.tree.leaves(sources)),
-    )
-
-
-def _transpose_linearised(
-    level: Level, linearised: Linearised, states: Points, kept: PyTree, cotangent: State
-) -> Level:
-    """The adjoint of the finest level, from linearisations of its steps: no step is evaluated again."""
-
-    def step(lam: State, x: tuple[Slices, State, PyTree], shared: PyTree) -> State:
-        operand, u, kept = x
-        return linearised.transpose(u, operand, shared, kept)(lam)[0]
-
-    return dataclasses.replace(
-        _reverse(level, cotangent), xs=(level.xs, *level.split((states, kept))), step=step
-    )
-
-
-def _reverse(level: Level, cotangent: State) -> Level:
-    """The level in reverse, with steps not yet transposed."""
-    transfer = None if level.transfer is None else _transpose_transfer(level)
-    origin = level.origin or level.step
-    return dataclasses.replace(
-        level, y0=cotangent, reverse=True, transfer=transfer, origin=origin, chain=None
+        has_sources=linearised is None and bool(jax.tree.leaves(sources)),
     )
 
 

@@ -161,37 +161,29 @@ def times(t0: Any, t1: Any, steps: int, dtype: DTypeLike) -> tuple[jax.Array, ja
         )
     if isinstance(t1, list | tuple):
         t1 = np.asarray(t1)
-    traced = [isinstance(value, jax.core.Tracer) for value in (t0, t1)]
-    if jnp.ndim(t1) == 0:
-        fraction = np.arange(steps) / steps
-        if any(traced):
-            start, whole = jnp.asarray(t0, dtype), jnp.asarray(t1, dtype) - jnp.asarray(t0, dtype)
-            return start + whole * jnp.asarray(fraction, dtype), jnp.broadcast_to(
-                whole / steps, (steps,)
-            )
-        first, length = float(t0), float(t1) - float(t0)
-        if not 0 < length < np.inf:
-            raise ValueError(
-                f"t1 must be finite and later than t0; got t0={first}, t1={float(t1)}."
-            )
-        return jnp.asarray(first + length * fraction, dtype), jnp.full(
-            (steps,), length / steps, dtype
-        )
-    if jnp.shape(t1) != (steps + 1,):
+    even = jnp.ndim(t1) == 0
+    if not even and jnp.shape(t1) != (steps + 1,):
         raise ValueError(
             f"t1 must be a scalar, or the {steps + 1} times at which the {steps} layers start and the last one ends; got "
             f"shape {jnp.shape(t1)}."
         )
-    if traced[1]:
-        t1 = jnp.asarray(t1, dtype)
-        return t1[:-1], jnp.diff(t1)
-    grid = np.asarray(t1, np.float64)
-    if not np.all(np.diff(grid) > 0):
-        n = int(np.argmin(np.diff(grid) > 0))
+    traced = isinstance(t1, jax.core.Tracer) or (even and isinstance(t0, jax.core.Tracer))
+    # numbers are computed in double precision, and rounded once
+    numpy: Any = jnp if traced else np
+    kind = dtype if traced else np.float64
+    first, last = numpy.asarray(t0, kind), numpy.asarray(t1, kind)
+    length = (last - first) / steps if even else numpy.diff(last)
+    if not traced and not np.all((length > 0) & np.isfinite(length)):
+        n = int(np.argmin(length > 0))
         raise ValueError(
-            f"t1 must be strictly increasing; got t1[{n}]={grid[n]}, t1[{n + 1}]={grid[n + 1]}."
+            f"t1 must be finite and later than t0; got t0={first}, t1={last}."
+            if even
+            else f"t1 must be strictly increasing; got t1[{n}]={last[n]}, t1[{n + 1}]={last[n + 1]}."
         )
-    return jnp.asarray(grid[:-1], dtype), jnp.asarray(np.diff(grid), dtype)
+    fractions = numpy.asarray(np.arange(steps) / steps, kind)
+    t = first + (last - first) * fractions if even else last[:-1]
+    dt = jnp.full((steps,), length, dtype) if even else jnp.asarray(length, dtype)
+    return jnp.asarray(t, dtype), dt
 
 
 def comm(value: object) -> Comm:
@@ -264,25 +256,26 @@ def at_once(solver: Solver, layers: int) -> None:
         )
 
 
-def solvers(*, optional: bool = False, **given: Any) -> None:
-    """Refuse values that are not solvers; None only if they are not ``optional``. The default chooses both solvers, or none."""
-    for name, value in given.items():
-        if not (isinstance(value, Solver) or (optional and value is None)):
+def solvers(solver: Any, adjoint_solver: Any = None, *, optional: bool = False) -> None:
+    """Refuse values that are not solvers. ``solver`` may be None if it is ``optional``, and ``adjoint_solver`` always.
+
+    The default chooses both solvers, so that it is no adjoint solver of another one.
+    """
+    for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
+        missing = value is None and (optional or name == "adjoint_solver")
+        if not (missing or isinstance(value, Solver)):
             hint = " Call it: MGRIT(), not MGRIT." if isinstance(value, type) else ""
             raise TypeError(
                 f"{name} must be a solver, like MGRIT(...), Picard(...), Newton(...) or Serial(); got {value!r}.{hint}"
             )
-    adjoint = given.get("adjoint_solver")
-    if adjoint is not None and adjoint.chooses and adjoint != (given.get("solver") or Fastest()):
+    if adjoint_solver and adjoint_solver.chooses and adjoint_solver != (solver or Fastest()):
         raise ValueError(
-            f"adjoint_solver={adjoint!r} chooses the forward solver, too. Give solver={adjoint!r} and no adjoint_solver; or name "
-            "a solver of the adjoint system, like Picard(...)."
+            f"adjoint_solver={adjoint_solver!r} chooses the forward solver, too. Give solver={adjoint_solver!r} and no "
+            "adjoint_solver; or name a solver of the adjoint system, like Picard(...)."
         )
 
 
 def pair(solver: Solver, adjoint_solver: Solver | None) -> tuple[Solver, Solver]:
     """Return both solvers; that of the adjoint system, which is linear, has a default. Refuse others."""
-    solvers(solver=solver)
-    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
-    solvers(solver=solver, adjoint_solver=adjoint_solver)
-    return solver, adjoint_solver
+    solvers(solver, adjoint_solver)
+    return solver, adjoint_solver or solver.for_adjoint()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._gradient import reverse_only, without_gradient
+from lp_jax._arrays._gradient import without_gradient
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State
 from lp_jax._arrays._weak import weakly
 from lp_jax._comms._workers import Workers
@@ -20,8 +20,9 @@ from lp_jax._levels._layer import Traced
 from lp_jax._levels._result import DONE, SERIAL, if_finite
 from lp_jax._programs import _relay
 from lp_jax._programs._adjoint import Forward, solve_adjoint
-from lp_jax._programs._asked import Piping, count_ends, counts_of, report_stats
-from lp_jax._programs._relay import LAYERS, WHOLE, AuxCotangents, Kept, Mapped
+from lp_jax._programs._asked import report_stats
+from lp_jax._programs._relay import AuxCotangents, Kept, Mapped
+from lp_jax._programs._results import count_ends, counts_of
 from lp_jax._solvers._serial import no_stats, propagate
 from lp_jax._solvers._solver import Solver, Stats, iterate
 
@@ -29,11 +30,6 @@ from lp_jax._solvers._solver import Solver, Stats, iterate
 Output = tuple[State, PyTree, tuple[Stats, CPoints]]
 Pullback = Callable[[State, AuxCotangents], tuple[Arrays, Stats]]
 
-_FORWARD_MODE = (
-    "Forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd) reached lp_jax.solve with an iterative solver, which has "
-    "a gradient in reverse mode: take jax.grad, jax.vjp or jax.jacrev. Products with Hessians, jax.jvp of jax.grad, work, and "
-    "so does jax.hessian. solver=lp_jax.Serial() is differentiated in both modes."
-)
 _NO_AXIS = (
     "In a gradient taken outside of a vmap, JAX does not know its axis name in a solve. Solve what the vmap makes of the layer: "
     "jax.grad(lp_jax.parallel(function with the vmap and jax.lax.scan)); or take solver=lp_jax.Serial()."
@@ -64,6 +60,7 @@ class Program:
     relay: str = ""
     mapped: Mapped | None = None  # the microbatches, if `arrays` have some
     done: int = DONE  # result code of a solve that did what was asked
+    ends: bool = False  # whether the gradient has the cotangents at which the adjoint solve ended
 
     def ended(self, result: jax.Array) -> jax.Array:
         """The result code of a solve; `SERIAL` for `DONE` where nothing else was tried."""
@@ -92,18 +89,13 @@ class Program:
         ) -> tuple[Arrays]:
             arrays, saved, (y1, aux, result) = residuals
             y1_cotangent = jax.tree.map(_or_zeros, cotangents[0], y1)
-            keep = {} if arrays.adjoint_guess is None else {"keep": True}
+            seen = seen_of(aux, cotangents[1])
             try:
-                gradient, stats = self.kept.backward(
-                    arrays, saved, y1_cotangent, seen_of(aux, cotangents[1]), **keep
-                )
+                gradient, stats = self.kept.backward(arrays, saved, y1_cotangent, seen)
             except NameError as error:
                 raise NameError(f"{error} {_NO_AXIS}") from error
             if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
-                ended = gradient.adjoint_guess
-                gradient = without_gradient(gradient._replace(adjoint_guess=None), _TWICE)._replace(
-                    adjoint_guess=ended
-                )
+                gradient = without_gradient(gradient, _TWICE)
             watch = None if arrays.watch is None else counts_of(result, stats.result)
             return (gradient._replace(watch=watch),)
 
@@ -112,21 +104,12 @@ class Program:
 
     __call__ = solve
 
-    def refuse_forward_mode(self, arrays: Arrays) -> Arrays:
-        """Return the arrays; those of an iterative solve have a gradient in reverse mode only."""
-        if self.scan:
-            return arrays
-        slices, y0, shared = reverse_only(arrays[:3], _FORWARD_MODE)
-        return arrays._replace(slices=slices, y0=y0, shared=shared)
-
     def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
         """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
         if not self.scan:
-            own = dataclasses.replace(
-                self, relay=""
-            ).kept  # that returns the cotangents of all layers
+            own = dataclasses.replace(self, relay="", ends=True).kept
             out, saved = own.forward(arrays, keep=True)
-            return out, lambda *cotangents: own.backward(arrays, saved, *cotangents, keep=True)
+            return out, functools.partial(own.backward, arrays, saved)
 
         def run(
             slices: Slices, y0: State, shared: PyTree
@@ -141,14 +124,6 @@ class Program:
             return Arrays(*pull((cotangent, of_aux))), no_stats(cotangent, self.done)
 
         return out, pullback
-
-    def steps_of_relay(self, solver: Solver, piping: Piping | None) -> str:
-        """How exact propagation over several workers is differentiated; "" where that is a scan, or recomputes intervals."""
-        if piping is not None:
-            return WHOLE if piping.checkpoint else LAYERS
-        if self.workers.size == 1 or not solver.keeps_states:
-            return ""
-        return LAYERS if self.workers.processor.two_passes(self.traced.footprint) else WHOLE
 
     def chain(self, slices: Slices, y0: State, shared: PyTree, *others: PyTree) -> Chain:
         """The chain of these layers: all layers, or those of one worker; ``others`` are the other arrays of a solve."""
@@ -192,9 +167,7 @@ class Program:
 
     @functools.cached_property
     def backward(self) -> Callable[..., tuple[Arrays, Stats]]:
-        if self.relay:
-            return self._jit(_relay.backward)
-        return self._jit(_backward, static_argnames="keep")
+        return self._jit(_relay.backward if self.relay else _backward)
 
     def _jit(self, run: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         own = dataclasses.replace(self)  # in no cycle with what it has compiled
@@ -265,10 +238,8 @@ def _backward(
     saved: Forward,
     cotangent: State,
     seen: AuxCotangents,
-    *,
-    keep: bool = False,
 ) -> tuple[Arrays, Stats]:
-    """The adjoint solve: the gradient, with the final cotangents as ``adjoint_guess`` if ``keep``, and the stats."""
+    """The adjoint solve: the gradient, with the final cotangents as ``adjoint_guess`` if the program has ``ends``; the stats."""
     solver, workers, stride = arrays.adjoint_solver, program.workers, program.adjoint_stride
 
     def body(
@@ -280,11 +251,8 @@ def _backward(
         gradient, stats = solve_adjoint(
             chain, solver, saved, program.stride, cotangent, seen, start
         )
-        return (gradient.slices, gradient.adjoint_guess if keep else None), (
-            gradient.y0,
-            gradient.shared,
-            stats,
-        )
+        ended = gradient.adjoint_guess if program.ends else None
+        return (gradient.slices, ended), (gradient.y0, gradient.shared, stats)
 
     spread = (
         program.slots(arrays.slices),

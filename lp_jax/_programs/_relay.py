@@ -68,8 +68,8 @@ class Relay:
         """``chain`` has slices ``(n, ...)``, or ``(n, count, ...)`` where microbatches differ, as in ``seen``."""
         mapped = mapped._replace(slices=(*mapped.slices, *(True for _ in jax.tree.leaves(seen))))
         stacked, whole = (chain.slices, seen), steps == WHOLE or not chain.steps
-        if whole:
-            stacked = _leafwise(_as_one_step, stacked, mapped.slices)
+        if whole:  # one step of all layers
+            stacked = jax.tree.map(lambda x: x[None], _swapped(stacked, mapped.slices))
         return cls(chain, stacked, mapped, whole)
 
     def operands(
@@ -107,11 +107,12 @@ class Relay:
     def backward(self, kept: Kept, lams: Stacked) -> tuple[Slices, State, PyTree]:
         """Return the gradients of slices, first states and shared operands, from cotangents of the last states."""
         chain, structure, count = self.chain, jax.tree.structure(lams), _tree.leading(lams)
-        own, combine = _tree.partition(self.stacked[0], chain.traced.differentiable)
+        mine = chain.traced.differentiable
+        own, combine = _tree.partition(self.stacked[0], mine)
         common, combine_shared = _tree.partition(chain.shared)
         # of the gradients, those of a step's own operands before those of shared ones: whether each microbatch has its own
         each = [
-            *_picked(self.mapped.slices, [*chain.traced.differentiable, *self._unseen]),
+            *_picked(self.mapped.slices[: len(mine)], mine),
             *_picked(self.mapped.shared, map(_tree.inexact, jax.tree.leaves(chain.shared))),
         ]
         two, n = self._two_passes(kept, lams), len(own)
@@ -155,12 +156,8 @@ class Relay:
         gradients = [next(parts[is_late]) for is_late in late]
         slices = combine(gradients[:n], fill=None)
         if self.whole:
-            slices = _leafwise(_as_layers, slices, each[:n])
+            slices = _swapped(jax.tree.map(lambda x: x[0], slices), each[:n])
         return slices, y0, combine_shared(chain.workers.sum(gradients[n:]), fill=None)
-
-    @property
-    def _unseen(self) -> list[bool]:
-        return [False] * len(jax.tree.leaves(self.stacked[1]))
 
     def _step(self, u: State, x: Slices, shared: PyTree) -> tuple[State, tuple[PyTree, Stacked]]:
         """A step: the next state; aux, and the states after its layers."""
@@ -286,16 +283,6 @@ def _by_microbatch(program: Any, arrays: Arrays) -> tuple[tuple[Slices, State, P
 def _swapped(tree: PyTree, flags: Sequence[bool]) -> PyTree:
     """Exchange the axes of the layers and the microbatches in the leaves that have both."""
     return _leafwise(lambda x, each: jnp.swapaxes(x, 0, 1) if each else x, tree, flags)
-
-
-def _as_one_step(x: jax.Array, each: bool) -> jax.Array:
-    """From ``(n, ...)`` or, for ``each`` microbatch, ``(n, count, ...)`` to one step of n layers."""
-    return (jnp.swapaxes(x, 0, 1) if each else x)[None]
-
-
-def _as_layers(x: jax.Array, each: bool) -> jax.Array:
-    """Undo `_as_one_step`."""
-    return jnp.swapaxes(x[0], 0, 1) if each else x[0]
 
 
 def _leafwise(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,16 +19,17 @@ from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, StepKe
 from lp_jax._choice._fastest import SWEEPS, Fastest, Layers, choose
 from lp_jax._choice._footprint import footprint
 from lp_jax._choice._processor import at_hand
-from lp_jax._comms._comm import OneDevice, common_unit
+from lp_jax._comms._comm import OneDevice, Operands, common_unit
 from lp_jax._levels._layer import Hoisted, LayerStep, Signature, Traced, needs_its_trace, signature
 from lp_jax._levels._result import DONE, SERIAL
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import asked
 from lp_jax._programs._program import Program
+from lp_jax._programs._relay import LAYERS, WHOLE
 from lp_jax._solvers._coupling import couplings, shares_weights
 from lp_jax._solvers._elementwise import places
 from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import Needs, Solver
+from lp_jax._solvers._solver import Solver
 
 
 def prepare(
@@ -41,16 +42,17 @@ def prepare(
     """Make the program and the arrays of a solve."""
     if asked.value.solvers is not None:
         (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
-    _inputs.solvers(optional=True, solver=solver, adjoint_solver=adjoint_solver)
+    _inputs.solvers(solver, adjoint_solver, optional=True)
     solver = named = solver or Fastest()
-    found, piping = None, asked.value.piping
+    piping = asked.value.piping
     if named.chooses and piping is not None:
         solver = adjoint_solver = Serial()
-    elif named.chooses:
-        ((solver, adjoint_default), _), found = default(problem, named.rtol)
-        adjoint_solver = adjoint_default if adjoint_solver in (None, named) else adjoint_solver
-    pair = _inputs.pair(solver, adjoint_solver)
-    program, arrays = (found and _reused(*found, pair)) or trace(problem, pair)
+    adjoint_solver = adjoint_solver or solver.for_adjoint()
+    tracing = Tracing(problem, (solver, adjoint_solver))
+    if solver.chooses:
+        (solver, adjoint_default), _ = tracing.default(named.rtol)
+        adjoint_solver = adjoint_default if adjoint_solver.chooses else adjoint_solver
+    program, arrays = tracing.program((solver, adjoint_solver))
     workers, start = program.workers, None
     layers, rows = workers.layers, workers.rows[0]
     solver, adjoint_solver = arrays.solver, arrays.adjoint_solver
@@ -71,7 +73,10 @@ def prepare(
     scan = exact and adjoint_guess is None and not contracts and piping is None
     relay = ""
     if solver.in_turn and adjoint_solver.in_turn and adjoint_guess is None:
-        relay = program.steps_of_relay(solver, piping)
+        if piping is not None:
+            relay = WHOLE if piping.checkpoint else LAYERS
+        elif workers.size > 1 and solver.keeps_states:
+            relay = LAYERS if workers.processor.two_passes(program.traced.footprint) else WHOLE
     counter = asked.value.counter
     watch = counter and _tree.varying(counter.counts, (arrays.slices, arrays.y0, arrays.shared))
     arrays = arrays._replace(
@@ -81,146 +86,143 @@ def prepare(
         adjoint_guess=adjoint_guess,
         watch=watch,
     )
-    done = SERIAL if named.chooses and solver.exact else DONE
-    zeros = start is None and guess == "zeros"
-    return dataclasses.replace(program, zeros=zeros, scan=scan, relay=relay, done=done), arrays
-
-
-def default(
-    problem: _inputs.Network, rtol: Any
-) -> tuple[tuple[tuple[Solver, Solver], float], tuple[Program, Arrays]]:
-    """The solvers that `Fastest` stands for and their seconds; and the program and arrays from which a layer's cost was read."""
-    program, arrays = trace(problem, SWEEPS)
-    workers, y, x = program.workers, arrays.y0, _tree.entry_like(arrays.slices)
-    examples, in_place, numbers = 0, 0, sum(leaf.size for leaf in jax.tree.leaves(y))
-    layer = program.chain(*arrays[:3]).step(0), y, x, arrays.shared
-    recurrent = workers.processor.wide and workers.size == 1 and shares_weights(*layer)
-    if recurrent:
-        examples, in_place = couplings(*layer)
-    at = Layers(
-        footprint=program.traced.footprint,
-        layers=workers.layers,
-        workers=workers.size,
-        processor=workers.processor,
-        state=_tree.nbytes(y),
-        examples=examples,
-        numbers=numbers // max(1, examples),
-        recurrent=recurrent,
-        driven=any(map(_tree.inexact, jax.tree.leaves((arrays.slices.params, arrays.slices.data)))),
-        in_place=in_place,
-        places=places(*layer) if workers.processor.kernel_step and workers.size == 1 else 0,
+    program = dataclasses.replace(
+        program,
+        zeros=start is None and guess == "zeros",
+        scan=scan,
+        relay=relay,
+        done=SERIAL if named.chooses and solver.exact else DONE,
+        ends=adjoint_guess is not None,
     )
-    return choose(at, rtol), (program, arrays)
-
-
-def _reused(
-    program: Program, arrays: Arrays, solvers: Sequence[Solver]
-) -> tuple[Program, Arrays] | None:
-    """A program traced for sweeps, for these solvers; None if layers must stay together, or others are evaluated."""
-    n = program.workers.layers
-    forward, adjoint = (solver.resolve(n) for solver in solvers)
-    if any(solver.unit(n) != 1 or solver.needs(n) != Needs() for solver in (forward, adjoint)):
-        return None
-    return program, arrays._replace(solver=forward, adjoint_solver=adjoint)
+    return program, arrays
 
 
 def trace(
     problem: _inputs.Network, solvers: Sequence[Solver], *, inside: bool = False
 ) -> tuple[Program, Arrays]:
-    """Place the layers, trace the step once per level of each solver, and hoist the values that it closes over.
+    """Make the program of these solvers; with ``inside``, every worker calls this by itself, with its own layers."""
+    return Tracing(problem, solvers, inside=inside).program(solvers)
 
-    With ``inside``, every worker calls this by itself, with its own layers.
+
+class Tracing:
+    """A problem on its workers, its steps as far as they were traced, and the traced values that they close over.
+
+    The layer is traced at once, because the default is chosen by its cost. `program` traces what else its solvers evaluate, so
+    that nothing is placed or traced twice for solvers that are chosen later.
     """
-    comm = problem.comm
-    params, data, y0, shared = comm.adopt(
-        (problem.params, problem.data, problem.y0, problem.shared)
-    )
-    # within a user's shard_map, its transpose is one sum of the whole gradient over devices
-    params, data, y0, shared = _tree.varying((params, data, y0, shared), (params, data, y0, shared))
-    workers = (comm.place_inside if inside else comm.place)(
-        problem.layers, solvers, (params, data), (y0, shared)
-    )
-    steps, t0, t1 = workers.layers, problem.t0, problem.t1
-    times = {name: t for name, t in (("t0", t0), ("t1", t1)) if not isinstance(t, jax.core.Tracer)}
-    y0, shared = comm.compared(
-        (y0, shared), {name: str(np.asarray(t).tolist()) for name, t in times.items()}
-    )
-    workers = dataclasses.replace(
-        workers, processor=asked.value.processor or at_hand(comm.platform)
-    )
-    solvers = [solver.resolve(steps) for solver in solvers]
-    traced_times = isinstance(t0, jax.core.Tracer) or isinstance(t1, jax.core.Tracer)
-    if traced_times:
-        t0, t1 = comm.replicate((t0, t1))
-    t, dt = _inputs.times(t0, t1, steps, _tree.real_dtype(y0))
-    numbers = [t, dt, jnp.arange(steps, dtype=jnp.int32)]
-    if workers.rows[0] < steps:
-        numbers = [lax.dynamic_slice_in_dim(x, workers.start(1), workers.rows[0]) for x in numbers]
-    slices = Slices(params, data, *numbers)
-    mask = jax.tree.map(_tree.inexact, slices)
-    differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
 
-    x, tracing = _tree.entry_like(slices), _Tracing(problem, shared)
-    needs = [solver.needs(steps) for solver in solvers]
-    for need in needs:
-        u = _tree.shape_of(lambda y: y, y0)
-        for level, transfer in enumerate((None, *need.transfers)):
-            u = u if transfer is None else _tree.shape_of(transfer[0], u)
-            tracing.add(level, u, x)
-    others: list[StepKey] = [0, *(other for need in needs for other in need.steps)]
-    for which in others:
-        tracing.add(which, _tree.shape_of(lambda y: y, y0), x)
-
-    seen_by_all = shared, tuple(tracing.closed_over)
-    weights = any(jax.tree.leaves(jax.tree.map(_tree.inexact, seen_by_all)))
-    recurrent = weights and not any(jax.tree.leaves(mask.params))
-    terms = (
-        0 if recurrent else workers.processor.outer_terms
-    )  # a scan adds up the gradient of shared weights
-    traced = Traced(
-        steps=tracing.steps(terms),
-        layers=steps,
-        differentiable=differentiable,
-        recurrent=recurrent,
-        footprint=footprint(tracing.programs[0], x, terms=terms),
-    )
-    slots, strides = (
-        dataclasses.replace(
-            workers.fit(common_unit(solvers, steps)), exchanged=exchanged_over(tracing.programs)
-        ),
-        [solver.stride(steps) for solver in solvers],
-    )
-    arrays = Arrays(slices, y0, seen_by_all, solver=solvers[0], adjoint_solver=solvers[-1])
-    return Program(traced, slots, stride=strides[0], adjoint_stride=strides[-1]), arrays
-
-
-class _Tracing:
-    """The traced steps of a problem, and the values that they close over."""
-
-    def __init__(self, problem: _inputs.Network, shared: PyTree) -> None:
-        self.problem, self.shared = problem, shared
+    def __init__(
+        self, problem: _inputs.Network, solvers: Sequence[Solver], *, inside: bool = False
+    ) -> None:
+        comm, t0, t1 = problem.comm, problem.t0, problem.t1
+        arrays = comm.adopt((problem.params, problem.data, problem.y0, problem.shared))
+        # within a user's shard_map, its transpose is one sum of the whole gradient over devices
+        params, data, y0, shared = _tree.varying(arrays, arrays)
+        times = {"t0": t0, "t1": t1}
+        known = {
+            name: str(np.asarray(t).tolist())
+            for name, t in times.items()
+            if not isinstance(t, jax.core.Tracer)
+        }
+        operands = Operands((params, data), (y0, shared), known)
+        workers = comm.place(problem.layers, solvers, operands, inside)
+        y0, shared = comm.compared((y0, shared))
+        traced_times = len(known) < len(times)
+        if traced_times:
+            t0, t1 = comm.replicate((t0, t1))
+        steps, rows = workers.layers, workers.rows[0]
+        numbers = [
+            *_inputs.times(t0, t1, steps, _tree.real_dtype(y0)),
+            jnp.arange(steps, dtype=jnp.int32),
+        ]
+        if rows < steps:
+            numbers = [lax.dynamic_slice_in_dim(x, workers.start(1), rows) for x in numbers]
+        self.slices = Slices(params, data, *numbers)
+        mask = jax.tree.map(_tree.inexact, self.slices)
+        self.differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
+        self.problem, self.y0, self.shared = problem, y0, shared
+        self.u, self.x = _tree.shape_of(lambda y: y, y0), _tree.entry_like(self.slices)
         self.closed_over: list[jax.Array] = []
         self.programs: list[core.Jaxpr] = []
         self._table: dict[StepKey, dict[Signature, tuple[LayerStep, Hoisted | None]]] = {}
+        self._add(0, self.u, self.x)
 
-    def add(self, which: StepKey, u: State, x: Slices) -> None:
+        processor = asked.value.processor or at_hand(comm.platform, comm.kind)
+        self.workers = dataclasses.replace(workers, processor=processor)
+        weights = any(map(_tree.inexact, jax.tree.leaves((shared, self.closed_over))))
+        self.recurrent = weights and not any(jax.tree.leaves(mask.params))
+        # a scan adds up the gradient of shared weights
+        self.terms = 0 if self.recurrent else processor.outer_terms
+        self.footprint = footprint(self.programs[0], self.x, terms=self.terms)
+
+    def default(self, rtol: Any) -> tuple[tuple[Solver, Solver], float]:
+        """The solvers that `Fastest` stands for, and their seconds."""
+        program, arrays = self.program(SWEEPS)
+        workers, y, x = self.workers, self.y0, self.x
+        examples, in_place, numbers = 0, 0, sum(leaf.size for leaf in jax.tree.leaves(y))
+        layer = program.chain(*arrays[:3]).step(0), y, x, arrays.shared
+        recurrent = workers.processor.wide and workers.size == 1 and shares_weights(*layer)
+        if recurrent:
+            examples, in_place = couplings(*layer)
+        at = Layers(
+            footprint=self.footprint,
+            layers=workers.layers,
+            workers=workers.size,
+            processor=workers.processor,
+            state=_tree.nbytes(y),
+            examples=examples,
+            numbers=numbers // max(1, examples),
+            recurrent=recurrent,
+            driven=any(map(_tree.inexact, jax.tree.leaves((x.params, x.data)))),
+            in_place=in_place,
+            places=places(*layer) if workers.processor.kernel_step and workers.size == 1 else 0,
+        )
+        return choose(at, rtol)
+
+    def program(self, solvers: Sequence[Solver]) -> tuple[Program, Arrays]:
+        """The program of these solvers, and its arrays. A step is traced once per level and kind of state."""
+        steps = self.workers.layers
+        solvers = [solver.resolve(steps) for solver in solvers]
+        needs = [solver.needs(steps) for solver in solvers]
+        for need in needs:
+            u = self.u
+            for level, transfer in enumerate((None, *need.transfers)):
+                u = u if transfer is None else _tree.shape_of(transfer[0], u)
+                self._add(level, u, self.x)
+        for need in needs:
+            for other in need.steps:
+                self._add(other, self.u, self.x)
+
+        few = any(has_few(program, self.terms) for program in self.programs)
+        traced = Traced(
+            steps=tuple(self._steps(self.terms if few else 0)),
+            layers=steps,
+            differentiable=self.differentiable,
+            recurrent=self.recurrent,
+            footprint=self.footprint,
+        )
+        workers = dataclasses.replace(
+            self.workers.fit(common_unit(solvers, steps)),
+            exchanged=exchanged_over(self.programs),
+        )
+        forward, adjoint = solvers[0], solvers[-1]
+        seen_by_all = self.shared, tuple(self.closed_over)
+        arrays = Arrays(self.slices, self.y0, seen_by_all, solver=forward, adjoint_solver=adjoint)
+        return Program(traced, workers, forward.stride(steps), adjoint.stride(steps)), arrays
+
+    def _steps(self, terms: int) -> Iterator[tuple[StepKey, LayerStep]]:
+        """The layer on each level, and other steps by themselves."""
+        for which, table in self._table.items():
+            hoisted = ((of, program) for of, (_, program) in table.items() if program is not None)
+            step = next(iter(table.values()))[0]
+            yield which, dataclasses.replace(step, terms=terms, hoisted=tuple(hoisted))
+
+    def _add(self, which: StepKey, u: State, x: Slices) -> None:
         """Trace a step for a state, unless that was done."""
         table = self._table.setdefault(which, {})
         step, level = (self.problem.step, which) if isinstance(which, int) else (which, 0)
         if signature(u) not in table:
             table[signature(u)] = self._trace(LayerStep(step, level, self.problem.has_aux), u, x)
-
-    def steps(self, terms: int) -> tuple[tuple[StepKey, LayerStep], ...]:
-        """The layer on each level, and other steps by themselves."""
-        few = terms if any(has_few(program, terms) for program in self.programs) else 0
-        steps = []
-        for which, table in self._table.items():
-            hoisted = tuple(
-                (of, program) for of, (_, program) in table.items() if program is not None
-            )
-            step = next(iter(table.values()))[0]
-            steps.append((which, dataclasses.replace(step, terms=few, hoisted=hoisted)))
-        return tuple(steps)
 
     def _trace(self, step: LayerStep, u: State, x: Slices) -> tuple[LayerStep, Hoisted | None]:
         problem, shared = self.problem, self.shared

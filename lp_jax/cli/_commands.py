@@ -1,6 +1,5 @@
 """The menus of ``lp-jax``. Each command reads its own options."""
 
-import argparse
 import ast
 import importlib
 import importlib.metadata
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from lp_jax._arrays._check import nearest
 from lp_jax.cli._errors import CommandError
-from lp_jax.cli._menu import Parser
+from lp_jax.cli._menu import Parser, columns
 
 _BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 _ABOUT = """\
@@ -66,44 +65,31 @@ def _choose(
 ) -> tuple[str, list[str]]:
     """Return the first argument, an entry of the menu, and the arguments after it; print the menu if there are none."""
     first, *rest = args or ["--help"]
+    if first in entries:
+        return first, rest
     parser = Parser(f"lp-jax {command}".rstrip(), about, _EXAMPLES[command])
     parser.usage = f"{parser.prog} COMMAND ..."
-    if not command:
-        version = f"lp_jax {importlib.metadata.version('lp_jax')}"
-        parser.add_argument(
-            "--version", action="version", version=version, help="Version of lp_jax."
-        )
-    menu = parser.add_subparsers(
-        title="commands",
-        metavar="COMMAND",
-        dest="command",
-        parser_class=argparse.ArgumentParser,
-    )
-    for name, text in entries.items():
-        menu.add_parser(name, help=text.replace("%", "%%"), add_help=False)
-    if not first.startswith("-") and first not in entries:
-        near = nearest(first, entries)
-        hint = f"; did you mean {near}?" if near else "."
-        parser.error(f"{first!r} is none of {', '.join(entries)}{hint}")
-    return parser.parse_args([first]).command, rest
+    parser.epilog = "\n".join(["commands:", *columns(entries.items())])
+    version = f"lp_jax {importlib.metadata.version('lp_jax')}"
+    parser.add_argument("--version", action="version", version=version, help="Version of lp_jax.")
+    if first.startswith("-"):
+        parser.parse_args([first])
+    near = nearest(first, entries)
+    hint = f"; did you mean {near}?" if near else "."
+    parser.error(f"{first!r} is none of {', '.join(entries)}{hint}")
 
 
 def _suites() -> dict[str, str]:
     """Return the modules of benchmarks that have a ``main``, with the first line of their docstrings, without importing them."""
-    sources = {
-        path.stem: path.read_text(encoding="utf-8") for path in sorted(_BENCHMARKS.glob("[!_]*.py"))
-    }
-    suites = {
-        name: text
-        for name, text in sources.items()
-        if re.search(r"^(def main\(arguments|main = )", text, re.M)
-    }
+    suites = {}
+    for path in sorted(_BENCHMARKS.glob("[!_]*.py")):
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"^(def main\(arguments|main = )", text, re.M):
+            about = ast.get_docstring(ast.parse(text)) or ""
+            suites[path.stem] = about.partition("\n")[0]
     if not suites:
         raise CommandError(
             "the benchmarks come with the source and not with the package: clone the repository, and "
             "in its folder pip install -e '.[bench]'."
         )
-    return {
-        name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-        for name, text in suites.items()
-    }
+    return suites

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 from flax import nnx
 from jax.sharding import AxisType
-from rich.console import Console
 
 from lp_jax import MeshComm, data, nn, planning, train
 from lp_jax.cli._menu import Parser, positive
@@ -17,68 +16,65 @@ from lp_jax.cli._menu import Parser, positive
 
 def run(problem: str, args: Sequence[str]) -> None:
     """Print the plan of the digits, or of a machine file."""
-    about, call, told = {
-        "digits": (
-            "Recommend a solver for a dense residual network that learns scikit-learn's digits, and\n"
-            "predict its time. Nothing is trained. For a network of your own: lp_jax.plan, or\n"
-            "lp_jax.train.plan.",
-            "--workers 8 --error 1e-3 --save machine.json",
-            "for eight such devices, a closer gradient; keep what was measured",
-        ),
-        "machine": (
-            "Predict times from a machine file, which lp-jax plan digits --save FILE writes. Gradient\n"
-            "errors stay unknown.",
-            "machine.json --layers 1024",
-            "of as many layers as those that were measured",
-        ),
-    }[problem]
-    name = f"lp-jax plan {problem}"
-    parser = Parser(name, about, [(f"{name} {call}", told)])
-    add = parser.add_argument
-    about = "Number of devices that the layers are spread over."
-    add("--workers", type=positive, metavar="N", default=1, help=about)
-    about = "Largest relative error of the gradient."
-    add("--error", type=float, metavar="X", default=1e-2, help=about)
-    add("--out", type=Path, metavar="FOLDER", help="Folder for plan.png.")
-    plan = (_digits if problem == "digits" else _machine)(parser, args)
+    parser = (_digits_parser if problem == "digits" else _machine_parser)(f"lp-jax plan {problem}")
+    parser.add("workers", positive, 1, "Number of devices that the layers are spread over.")
+    parser.add("error", float, 1e-2, "Largest relative error of the gradient.", metavar="X")
+    parser.add("out", Path, None, "Folder for plan.png.", metavar="FOLDER")
+    options = parser.parse_args(args)
+    if problem == "digits" and options.workers > options.layers:
+        parser.error(
+            f"--workers must be from 1 to the {options.layers} layers; got {options.workers}."
+        )
+    plan = (_digits if problem == "digits" else _machine)(options)
     print(plan)
-    out = parser.parse_args(args).out
-    if out is not None:
+    if options.out is not None:
         from lp_jax import viz
 
-        out.mkdir(parents=True, exist_ok=True)
-        viz.plan(plan).savefig(out / "plan.png")
-        print(f"\nIn {out}: plan.png")
+        options.out.mkdir(parents=True, exist_ok=True)
+        viz.plan(plan).savefig(options.out / "plan.png")
+        print(f"\nIn {options.out}: plan.png")
 
 
-def _machine(parser: argparse.ArgumentParser, args: Sequence[str]) -> planning.Plan:
-    add = parser.add_argument
-    add("file", type=Path, help="Machine file.")
-    add("--layers", type=positive, metavar="N", required=True, help="Number of layers.")
-    options = parser.parse_args(args)
+def _machine_parser(name: str) -> Parser:
+    about = (
+        "Predict times from a machine file, which lp-jax plan digits --save FILE writes. Gradient\n"
+        "errors stay unknown."
+    )
+    call = f"{name} machine.json --layers 1024"
+    parser = Parser(name, about, [(call, "of as many layers as those that were measured")])
+    parser.add_argument("file", type=Path, help="Machine file.")
+    parser.add_argument(
+        "--layers", type=positive, metavar="N", required=True, help="Number of layers."
+    )
+    return parser
+
+
+def _machine(options: argparse.Namespace) -> planning.Plan:
     machine = planning.Machine.load(options.file)
     return planning.choose(options.layers, machine, workers=options.workers, error=options.error)
 
 
-def _digits(parser: argparse.ArgumentParser, args: Sequence[str]) -> planning.Plan:
-    add = parser.add_argument
-    for name, default, about in (
-        ("layers", 64, "Number of layers."),
-        ("width", 64, "Size of the state."),
-        ("batch-size", 50, "Number of examples of a step."),
-    ):
-        add(f"--{name}", type=positive, metavar="N", default=default, help=about)
-    about = "Time at which the last layer ends."
-    add("--t1", type=float, metavar="X", default=2.0, help=about)
-    about = "Machine file, to read instead of measuring."
-    add("--machine", type=Path, metavar="FILE", help=about)
-    add("--save", type=Path, metavar="FILE", help="File to store the measurements in.")
-    about = "Seconds to time layers and probe gradients."
-    add("--seconds", type=float, metavar="X", default=10.0, help=about)
-    options = parser.parse_args(args)
+def _digits_parser(name: str) -> Parser:
+    about = (
+        "Recommend a solver for a dense residual network that learns scikit-learn's digits, and\n"
+        "predict its time. Nothing is trained. For a network of your own: lp_jax.plan, or\n"
+        "lp_jax.train.plan."
+    )
+    call = f"{name} --workers 8 --error 1e-3 --save machine.json"
+    told = "for eight such devices, a closer gradient; keep what was measured"
+    parser = Parser(name, about, [(call, told)])
+    parser.add("layers", positive, 64, "Number of layers.")
+    parser.add("width", positive, 64, "Size of the state.")
+    parser.add("batch-size", positive, 50, "Number of examples of a step.")
+    parser.add("t1", float, 2.0, "Time at which the last layer ends.", metavar="X")
+    parser.add("machine", Path, None, "Machine file, to read instead of measuring.", metavar="FILE")
+    parser.add("save", Path, None, "File to store the measurements in.", metavar="FILE")
+    parser.add("seconds", float, 10.0, "Seconds to time layers and probe gradients.", metavar="X")
+    return parser
+
+
+def _digits(options: argparse.Namespace) -> planning.Plan:
     workers = options.workers
-    if workers > options.layers:
-        parser.error(f"--workers must be from 1 to the {options.layers} layers; got {workers}.")
     dataset = data.digits()
     width, rngs = options.width, nnx.Rngs(0)
     opening = nn.DenseOpening(dataset.shape, width, rngs=rngs)
@@ -91,21 +87,16 @@ def _digits(parser: argparse.ArgumentParser, args: Sequence[str]) -> planning.Pl
     elif jax.device_count() >= workers > 1:
         devices = jax.devices()[:workers]
         comm = MeshComm(jax.make_mesh((workers,), ("layers",), (AxisType.Auto,), devices=devices))
-    doing = (
-        "measuring layers, and the gradients of solvers that would be faster: "
-        f"{options.seconds:g} s, and compiling"
+    plan = train.plan(
+        model,
+        train.classification(model)[1],
+        next(data.batches(dataset, options.batch_size, seed=0, epoch=0)),
+        workers=workers,
+        machine=machine,
+        comm=comm,
+        error=options.error,
+        seconds=options.seconds,
     )
-    with Console(stderr=True).status(doing):
-        plan = train.plan(
-            model,
-            train.classification(model)[1],
-            next(data.batches(dataset, options.batch_size, seed=0, epoch=0)),
-            workers=workers,
-            machine=machine,
-            comm=comm,
-            error=options.error,
-            seconds=options.seconds,
-        )
     if machine is None:
         name = f"{jax.devices()[0].device_kind} ({platform.machine()}), digits, dense"
         plan = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, name=name))

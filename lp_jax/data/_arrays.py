@@ -55,7 +55,7 @@ def arrays(path: StrPath, *, test_fraction: float = 0.2, seed: int = 0) -> Datas
                 raise _wrong(path, got, "the same shape")
     else:
         x, y, test_x, test_y = split(x, y, test_fraction, seed, by_class=not values)
-    # int64 and uint64: large numbers would merge
+    # NumPy compares int64 with uint64 as floating-point numbers, by which large labels would become one
     if np.result_type(y, test_y).kind == "f" and not values:
         y = y.astype(object)
         test_y = test_y.astype(object)

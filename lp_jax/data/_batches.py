@@ -51,6 +51,7 @@ def batches(
         raise TypeError(
             "data must be a Dataset or a sequence of arrays; got one array: pass (array,)."
         )
+    # a tuple may stand for an array, so that its parts are leaves; nothing else is taken apart
     arrays = tuple(arrays)
     leaves = jax.tree.leaves(arrays, is_leaf=lambda part: not isinstance(part, tuple))
     if other := [leaf for leaf in leaves if not hasattr(leaf, "shape")]:

@@ -82,10 +82,10 @@ def _products(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def _products_bwd(
     saved: tuple[jax.Array, jax.Array], y_bar: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    # JAX's own derivative of the products would pad where this shifts, and take half as long again
     x, kernel = saved
-    mirrored = jnp.flip(kernel, range(kernel.ndim - 2)).swapaxes(
-        -2, -1
-    )  # the kernel of the transposed convolution
+    # the kernel of the transposed convolution
+    mirrored = jnp.flip(kernel, range(kernel.ndim - 2)).swapaxes(-2, -1)
     size = _images_at_once(x, kernel)
     *outer, last, inputs, outputs = kernel.shape
 
@@ -94,9 +94,8 @@ def _products_bwd(
         x, y_bar = images
         z_bar = jnp.concatenate(_shifted(y_bar, outer)[::-1], axis=-1)
         patches = _patches(x, last).reshape(-1, last * inputs)
-        folded = _product(patches.T, z_bar.reshape(len(patches), -1)).reshape(
-            last, inputs, *outer, outputs
-        )
+        folded = _product(patches.T, z_bar.reshape(len(patches), -1))
+        folded = folded.reshape(last, inputs, *outer, outputs)
         return total + jnp.moveaxis(folded, (0, 1), (-3, -2)), _convolve_few(y_bar, mirrored)
 
     kernel_bar, x_bar = _tree.scan(
@@ -116,6 +115,7 @@ def _images_at_once(x: jax.Array, kernel: jax.Array) -> int:
 
 
 def _convolve_few(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Return the convolution of some images by one matrix product, as the head of this module says."""
     *outer, last, inputs, outputs = kernel.shape
     folded = jnp.moveaxis(kernel, len(outer), 0)  # (last, *outer, inputs, outputs)
     folded = jnp.moveaxis(folded, -2, 1).reshape(last * inputs, -1)
@@ -125,6 +125,7 @@ def _convolve_few(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the product of two matrices, summed up in single precision at least."""
     return jnp.matmul(a, b, preferred_element_type=_tree.real_dtype(a, at_least=jnp.float32))
 
 

@@ -92,9 +92,8 @@ def load(path: StrPath, like: PyTree = None) -> PyTree:
         flat = {_keys(name): x for name, x in arrays.items()}
         for keys in flat:
             if any(keys[:length] in flat for length in range(1, len(keys))):
-                raise ValueError(
-                    f"{path}: a part of the name {'.'.join(map(str, keys))} is the name of another array."
-                )
+                name = ".".join(map(str, keys))
+                raise ValueError(f"{path}: a part of the name {name} is the name of another array.")
         return traverse_util.unflatten_dict(flat)
     wanted, structure = _named(like)
     if difference := first_difference(described(arrays), described(wanted)):
@@ -131,27 +130,24 @@ def _named(tree: PyTree) -> tuple[dict[str, jax.Array | np.ndarray], jax.tree_ut
                 f"params{jax.tree_util.keystr(path)} has no name, the keys joined by dots. Put arrays into dicts or lists, with "
                 "keys that are integers, or non-empty strings that have no dots and are not numbers."
             )
-        named[name] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        named[name] = leaf
     return named, structure
 
 
 def first_difference(there: Mapping[str, object], here: Mapping[str, object]) -> str | None:
     """Return the first entry in which two dicts differ, in words; None if they are equal."""
     for name in {**here, **there}:
-        if there.get(name) != here.get(name):
-            return (
-                f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
-            )
+        theirs, ours = (side.get(name, "absent") for side in (there, here))
+        if theirs != ours:
+            return f"{name} is {theirs} there and {ours} here"
     return None
 
 
 def described(tree: PyTree) -> dict[str, str]:
     """Return dtype and shape of each array, by its path."""
-    leaves = (
-        (path, leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    )
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}"
-        for path, x in leaves
-    }
+    described = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        x = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        described[name] = f"{x.dtype}{list(x.shape)}"
+    return described

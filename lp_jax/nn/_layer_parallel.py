@@ -58,15 +58,13 @@ class Spline:
             array([[0.5, 0.5, 0. ],
                    [0. , 0.5, 0.5]])
         """
-        from scipy.interpolate import (
-            BSpline,
-        )  # here: it takes a third of the time of importing lp_jax.nn
+        # imported here, because it takes a third of the time of importing lp_jax.nn
+        from scipy.interpolate import BSpline
 
         if np.ndim(layers) == 0:
             number = _check.integer("layers", layers, least=1)
-            t = (
-                np.arange(number) + 0.5
-            ) / number  # rounded once, so that midpoints on a knot are exactly on it
+            # rounded once, so that midpoints on a knot are exactly on it
+            t = (np.arange(number) + 0.5) / number
         else:
             times = np.asarray(layers, float)
             t = (midpoints(times) - times[0]) / (times[-1] - times[0])
@@ -210,11 +208,8 @@ def stacks(trunk: LayerParallel) -> tuple[TrunkStep, PyTree, PyTree]:
     """Return the layers as a pure step, their parameters and running statistics, leaves ``(num_layers, ...)``."""
     step, params, stats = trunk_step(trunk.layers)
     if trunk.weights is not None:
-        layers = (
-            np.asarray(trunk.t1)
-            if np.shape(trunk.t1) == (trunk.num_layers + 1,)
-            else trunk.num_layers
-        )
+        has_times = np.shape(trunk.t1) == (trunk.num_layers + 1,)
+        layers = np.asarray(trunk.t1) if has_times else trunk.num_layers
         rows = trunk.comm.share(trunk.weights.basis(layers), trunk.placing_solvers())
         params = expand(rows, trunk.comm.replicate(trunk.comm.adopt(params)), trunk.comm)
     return step, params, stats

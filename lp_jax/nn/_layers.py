@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -84,18 +85,18 @@ class DenseResidual(nnx.Module):
         dtype: DTypeLike | None = None,
         **options: Any,
     ):
+
+        def linear(inputs: int, outputs: int) -> nnx.Linear:
+            return nnx.Linear(inputs, outputs, dtype=dtype, **options)
+
         self.norm = make_norm(norm, ("layer", "batch"), width, **options)
-        self.inner = nnx.Linear(width, width if hidden is None else hidden, dtype=dtype, **options)
-        self.outer = (
-            nnx.identity if hidden is None else nnx.Linear(hidden, width, dtype=dtype, **options)
-        )
+        self.inner = linear(width, width if hidden is None else hidden)
+        self.outer = nnx.identity if hidden is None else linear(hidden, width)
         self.activation = activation
-        self.dtype = dtype
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
-        return y + dt * _to_dtype_of(
-            self.outer(self.activation(self.inner(self.norm(y)))), y, self.dtype
-        )
+        f = self.outer(self.activation(self.inner(self.norm(y))))
+        return y + dt * f.astype(y.dtype)
 
 
 class ConvResidual(nnx.Module):
@@ -127,16 +128,11 @@ class ConvResidual(nnx.Module):
         self.conv2 = conv()
         self.norm2 = normal()
         self.activation = activation
-        self.dtype = dtype
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
         hidden = self.activation(self.norm1(self.conv1(y)))
-        return y + dt * _to_dtype_of(self.activation(self.norm2(self.conv2(hidden))), y, self.dtype)
-
-
-def _to_dtype_of(x: jax.Array, y: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-    """Return ``x`` in the dtype of the state ``y`` if products have a dtype of their own. Other differences are mistakes."""
-    return x if dtype is None else x.astype(y.dtype)
+        f = self.activation(self.norm2(self.conv2(hidden)))
+        return y + dt * f.astype(y.dtype)
 
 
 class ConvTransition(nnx.Module):
@@ -227,7 +223,8 @@ class DenseClosing(nnx.Module):
         **options: Any,
     ):
         self.shape = tuple(shape)
-        sizes = [math.prod(self.shape), *([] if hidden is None else [hidden]), classes]
+        width = math.prod(self.shape)
+        sizes = (width, classes) if hidden is None else (width, hidden, classes)
         self.layers = nnx.List([nnx.Linear(m, n, **options) for m, n in itertools.pairwise(sizes)])
         self.activation = activation
 
@@ -255,6 +252,7 @@ class PoolClosing(nnx.Module):
 
 
 def _flatten(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return ``(..., *shape)`` as ``(..., size)``; refuse arrays of another shape."""
     batch = x.ndim - len(shape)
     if x.shape[max(batch, 0) :] != shape:
         wanted = ", ".join(["...", *map(str, shape)])
@@ -285,9 +283,9 @@ class TokenOpening(nnx.Module):
     """
 
     def __init__(self, sizes: int | Sequence[int], width: int, *, max_length: int, **options: Any):
-        self.columns = () if isinstance(sizes, int) else (len(sizes),)
+        self.columns = np.shape(sizes)
         self.max_length = _check.integer("max_length", max_length, least=1)
-        columns = [sizes] if isinstance(sizes, int) else sizes
+        columns = np.atleast_1d(sizes).tolist()
         self.tokens = nnx.List([nnx.Embed(size, width, **options) for size in columns])
         self.positions = nnx.Embed(max_length, width, **options)
 
@@ -303,8 +301,8 @@ class TokenOpening(nnx.Module):
                 f"the network was built for sequences of at most {self.max_length} positions; got {length}. Cut them, or "
                 f"build it with max_length={length}."
             )
-        columns = [tokens[..., c] for c in range(len(self.tokens))] if self.columns else [tokens]
-        y = sum(embedding(column) for embedding, column in zip(self.tokens, columns, strict=True))
+        columns = tokens.reshape(*tokens.shape[:2], len(self.tokens))
+        y = sum(embedding(columns[..., c]) for c, embedding in enumerate(self.tokens))
         return y + self.positions.embedding[None, :length]
 
 

@@ -1,6 +1,5 @@
 """Blocks of layers with other layers between them, and between an opening and a closing layer."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -70,24 +69,22 @@ class Network(nnx.Module):
     def solve_vjp(self, y: State, **options: Any) -> tuple[Solution, Pullback]:
         """`LayerParallel.solve_vjp` for all parts."""
         solutions = []
-        pullbacks = []
+        pullbacks: list[Callable[[State], Sequence[Any]]] = []  # to (cotangent, stats of a block)
         for part, given in self._parts(**options):
             if given is None:
-                y, pull = jax.vjp(
-                    lambda y, part=part: nnx.clone(part)(y), y
-                )  # the part stays as it is
-                pullbacks.append(lambda ct, pull=pull: (pull(ct)[0], None))
-                continue
-            solution, pull = part.solve_vjp(y, **given)
-            y = solution.y1
-            solutions.append(solution)
+                # a copy is called, so that the part stays as it is
+                y, pull = jax.vjp(lambda y, part=part: nnx.clone(part)(y), y)
+            else:
+                solution, pull = part.solve_vjp(y, **given)
+                y = solution.y1
+                solutions.append(solution)
             pullbacks.append(pull)
 
         def pullback(cotangent: State) -> tuple[State, Stats]:
             stats = []
             for pull in reversed(pullbacks):
-                cotangent, adjoint = pull(cotangent)
-                stats += [] if adjoint is None else [adjoint]
+                cotangent, *adjoint = pull(cotangent)
+                stats += adjoint
             return cotangent, _combined_stats(stats)
 
         return _combined(y, solutions), pullback
@@ -104,15 +101,15 @@ class Network(nnx.Module):
             if not hasattr(part, "solve"):
                 yield part, None
                 continue
-            exact = getattr(
-                getattr(part, "solver", None), "exact", False
-            )  # None and a Network are not
+            own = getattr(part, "solver", None)  # of a Network there is none
+            exact = own is not None and own.exact
             options = {} if exact else {"solver": solver, "adjoint_solver": adjoint_solver}
             options |= {} if shared is None else {"shared": shared}
             yield part, options | ({} if key is None else {"key": jax.random.fold_in(key, number)})
 
 
 def _combined(y: State, solutions: Sequence[Solution]) -> Solution:
+    """Return the solution of a network whose blocks have these solutions."""
     return Solution(
         y,
         stats=_combined_stats([solution.stats for solution in solutions]),
@@ -122,16 +119,18 @@ def _combined(y: State, solutions: Sequence[Solution]) -> Solution:
 
 
 def _combined_stats(stats: Sequence[Stats]) -> Stats:
+    """Return the stats of several solves as those of one; shorter histories of residuals are padded."""
     length = max(len(s.residual_norms) for s in stats)
     padded = [
         s._replace(residual_norms=jnp.pad(s.residual_norms, (0, length - len(s.residual_norms))))
         for s in stats
     ]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *padded)
-    add, largest = (
-        functools.partial(jax.tree.map, functools.partial(f, axis=0)) for f in (jnp.sum, jnp.max)
+    return combined_stats(
+        stacked,
+        add=lambda tree: jax.tree.map(lambda x: jnp.sum(x, axis=0), tree),
+        largest=lambda tree: jax.tree.map(lambda x: jnp.max(x, axis=0), tree),
     )
-    return combined_stats(stacked, add, largest)
 
 
 class Classifier(nnx.Module):

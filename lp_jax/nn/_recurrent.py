@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from lp_jax._arrays._types import State
 from lp_jax.nn._solved import Solved
 
 Gates = tuple[jax.Array, ...]
-"""Terms of three gates, ``(..., hidden)`` each, or factors."""
+"""The terms of three gates, ``(..., hidden)`` each, or the factors of a state in them."""
 
 
 def gates(x: jax.Array, weights: dict[str, jax.Array]) -> Gates:
@@ -160,10 +161,8 @@ class GRU(Solved):
             ValueError: if the sequences or the lengths have a wrong shape.
         """
         x, lengths = x if isinstance(x, tuple) else (x, None)
-        (first, *between), recurrent = (
-            list(nnx.to_pure_dict(nnx.state(parts)).values())
-            for parts in (self.inputs, self.recurrent)
-        )
+        parts = (nnx.to_pure_dict(nnx.state(part)) for part in (self.inputs, self.recurrent))
+        (first, *between), recurrent = (list(part.values()) for part in parts)
         in_time = self.time_first(x, len(first["kernel"]))
         active = None
         if lengths is not None:
@@ -197,15 +196,13 @@ class _Cell(Solved):
         features: int,
         hidden: int,
         *,
-        solver: Solver | None = None,
-        adjoint_solver: Solver | None = None,
-        comm: Comm | Mesh | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
+        **options: Any,
     ):
         _check.integer("features", features, least=1)
         _check.integer("hidden", hidden, least=1)
-        super().__init__(solver, adjoint_solver, comm)
+        super().__init__(**options)
         self.hidden = hidden
 
         def uniform(bound: float, *shape: int) -> nnx.Param:
@@ -218,7 +215,7 @@ class _Cell(Solved):
     @staticmethod
     @abc.abstractmethod
     def step(state: State, gates: Gates, diagonals: Gates) -> State:
-        """One time step. ``gates`` are the input's parts of the gates, ``(batch, hidden)``; ``diagonals`` ``(1, hidden)``."""
+        """Make one time step. ``gates`` are those of the input, ``(batch, hidden)``, and ``diagonals`` are ``(1, hidden)``."""
 
     @classmethod
     def emit(cls, y: State, layer: Layer) -> tuple[State, jax.Array]:
@@ -227,11 +224,13 @@ class _Cell(Solved):
         return y, cls.output(y)
 
     def start(self, batch: int, dtype: DTypeLike) -> State:
+        """Return the state before the first time, zeros."""
         zeros = jnp.zeros((batch, self.hidden), dtype)
         return zeros if self.arrays == 1 else (zeros,) * self.arrays
 
     @staticmethod
     def output(state: State) -> jax.Array:
+        """Return the hidden state, the last array of a state."""
         return jax.tree.leaves(state)[-1]
 
     def __call__(self, x: jax.Array, y0: State | None = None) -> jax.Array:
@@ -278,6 +277,7 @@ class ParaGRU(_Cell):
             second. A cell that forgets its inputs takes three to five iterations, a cell that remembers more, and one that flips
             its state at every other symbol nearly as many as steps (``cell.solve(x).stats.iterations``).
         adjoint_solver: the same for the gradient. None means the settings of ``solver``; of Newton's, one exact iteration.
+        comm: the workers of the time steps; None is one device.
         rngs: source of the initial parameters: kernels uniform in :math:`\pm 1/\sqrt{features}`, diagonals in
             :math:`\pm 1`, biases zero.
 

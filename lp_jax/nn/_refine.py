@@ -55,12 +55,15 @@ def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
         )
     times = _times(staying(layers, factor * number, how))
     if how == "zeros":
-        new = np.concatenate([times[:1], times[0] + np.cumsum(np.repeat(np.diff(times), factor))])
+        lengths = np.repeat(np.diff(times), factor)
+        new = times[0] + np.cumsum([0.0, *lengths])
     else:
         new = _subdivided(times, factor)
-    change = functools.partial(_refined, times=times, factor=factor)
+    refined = functools.partial(_refined, times=times, factor=factor)
     return _replaced(
-        layers, functools.partial(change, how=how), functools.partial(change, how="constant"), new
+        layers,
+        new,
+        lambda params, stats: (refined(params, how=how), refined(stats, how="constant")),
     )
 
 
@@ -83,12 +86,12 @@ def coarsen(layers: PyTree, factor: int = 2) -> PyTree:
             f"factor must divide the number of layers; got {factor} and {number} layers."
         )
 
-    def means(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: jnp.mean(x.reshape(-1, factor, *x.shape[1:]), axis=1), tree)
+    def means(*trees: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: jnp.mean(x.reshape(-1, factor, *x.shape[1:]), axis=1), trees)
 
-    if not isinstance(layers, LayerParallel):
-        return means(layers)
-    return _replaced(staying(layers, number // factor), means, means, _times(layers)[::factor])
+    if isinstance(layers, LayerParallel):
+        return _replaced(staying(layers, number // factor), _times(layers)[::factor], means)
+    return means(layers)[0]
 
 
 def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerParallel:
@@ -100,7 +103,7 @@ def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerPa
     if how == "linear":
         refuse_ranks(trunk)
     now, then = (layer_slices(n, comm.size, *trunk.placing_solvers()) for n in (count, layers))
-    if [run.stop * layers for run in now] != [run.stop * count for run in then]:
+    if any(old.stop * layers != new.stop * count for old, new in zip(now, then, strict=True)):
         present, wanted = ([run.stop - run.start for run in runs] for runs in (now, then))
         raise ValueError(
             f"layers cannot move between ranks, which hold {present} of {count} layers and would hold {wanted} of {layers}. "
@@ -110,17 +113,12 @@ def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerPa
 
 
 def _replaced(
-    trunk: LayerParallel,
-    of_params: Callable[[PyTree], PyTree],
-    of_stats: Callable[[PyTree], PyTree],
-    times: np.ndarray,
+    trunk: LayerParallel, times: np.ndarray, change: Callable[[PyTree, PyTree], PyTree]
 ) -> LayerParallel:
-    """Return a trunk with other layers and the given times between them."""
-    comm = trunk.comm
+    """Return a trunk with the given times between its layers; ``change`` makes its parameters and running statistics."""
     graphdef, *states = nnx.split(trunk, nnx.Param, nnx.BatchStat)
     if trunk.weights is None:
-        change = jax.jit(lambda params, stats: comm.spread((of_params(params), of_stats(stats))))
-        states = change(*states)
+        states = jax.jit(lambda *states: trunk.comm.spread(change(*states)))(*states)
     result = nnx.merge(graphdef, *states)
     result.num_layers = len(times) - 1
     result.t1 = end_times(times if np.ndim(trunk.t1) else times[-1])

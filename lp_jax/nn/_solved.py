@@ -24,7 +24,10 @@ class Solved(nnx.Module, abc.ABC):
     adjoint_solver: Any  # a `Solver`; None for the settings of ``solver``
 
     def __init__(
-        self, solver: Solver | None, adjoint_solver: Solver | None, comm: Comm | Mesh | None
+        self,
+        solver: Solver | None = None,
+        adjoint_solver: Solver | None = None,
+        comm: Comm | Mesh | None = None,
     ):
         _inputs.solvers(optional=True, solver=solver, adjoint_solver=adjoint_solver)
         for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):

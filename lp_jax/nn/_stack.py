@@ -320,7 +320,7 @@ def pipeline(f: Callable[..., PyTree], *args: Any, **options: Any) -> Callable[.
 
 
 def _kept(eqn: core.JaxprEqn, ins: list[Any]) -> list[Any]:
-    """Results of an operation, by their variables; transformations of NNX return those of a module that they leave alone."""
+    """Return what an operation returns: a transformation of NNX returns the inputs of a module that it leaves alone."""
     programs = called(eqn)
     if not programs or eqn.primitive.name == "cond":
         return eqn.outvars

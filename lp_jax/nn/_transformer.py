@@ -125,23 +125,25 @@ class TransformerLayer(nnx.Module):
         self.feed_forward = FeedForward(width, hidden or 4 * width, *make)
         self.dropout = nnx.Dropout(dropout)
 
-    def encoder_rhs(self, y: jax.Array, mask: Mask, key: Key, *, causal: bool = False) -> jax.Array:
-        keys = split_key(key, 2)
-        attended = self.dropout(self.attention(y, mask=mask, causal=causal), rngs=keys[0])
-        return attended + self.dropout(self.feed_forward(y + attended), rngs=keys[1])
-
-    def decoder_rhs(
-        self, y: jax.Array, memory: jax.Array, memory_mask: Mask, mask: Mask, key: Key
+    def rhs(
+        self,
+        y: jax.Array,
+        mask: Mask,
+        key: Key,
+        *,
+        causal: bool = True,
+        memory: jax.Array | None = None,
+        memory_mask: Mask = None,
     ) -> jax.Array:
-        keys = split_key(key, 3)
-        attended = self.dropout(self.attention(y, mask=mask, causal=True), rngs=keys[0])
-        u = y + attended
-        remembered = self.dropout(self.cross_attention(u, memory, mask=memory_mask), rngs=keys[1])
-        return attended + remembered + self.dropout(self.feed_forward(u + remembered), rngs=keys[2])
-
-
-def split_key(key: Key, count: int) -> jax.Array | tuple[None, ...]:
-    return (None,) * count if key is None else jax.random.split(key, count)
+        """Return the right-hand side of an encoder, or with a memory that of a decoder."""
+        parts = 2 if memory is None else 3
+        keys = iter((None,) * parts if key is None else jax.random.split(key, parts))
+        attended = self.attention(y, mask=mask, causal=causal)
+        terms = self.dropout(attended, rngs=next(keys))
+        if memory is not None:
+            remembered = self.cross_attention(y + terms, memory, mask=memory_mask)
+            terms += self.dropout(remembered, rngs=next(keys))
+        return terms + self.dropout(self.feed_forward(y + terms), rngs=next(keys))
 
 
 def _attend_in_double(
@@ -201,7 +203,7 @@ class EncoderLayer(TransformerLayer):
         shared: Mask = None,
         key: Key = None,
     ) -> jax.Array:
-        return y + dt * self.encoder_rhs(y, shared, key, causal=self.causal)
+        return y + dt * self.rhs(y, shared, key, causal=self.causal)
 
 
 class DecoderLayer(TransformerLayer):
@@ -222,7 +224,7 @@ class DecoderLayer(TransformerLayer):
         key: Key = None,
     ) -> jax.Array:
         memory, memory_mask, mask = shared
-        return y + dt * self.decoder_rhs(y, memory, memory_mask, mask, key)
+        return y + dt * self.rhs(y, mask, key, memory=memory, memory_mask=memory_mask)
 
 
 class EncoderDecoderLayer(TransformerLayer):
@@ -260,6 +262,6 @@ class EncoderDecoderLayer(TransformerLayer):
         x_mask, y_mask = (None, None) if shared is None else shared
         return lax.cond(
             index < self.encoder_layers,
-            lambda: (x + dt * self.encoder_rhs(x, x_mask, key), y),
-            lambda: (x, y + dt * self.decoder_rhs(y, x, x_mask, y_mask, key)),
+            lambda: (x + dt * self.rhs(x, x_mask, key, causal=False), y),
+            lambda: (x, y + dt * self.rhs(y, y_mask, key, memory=x, memory_mask=x_mask)),
         )

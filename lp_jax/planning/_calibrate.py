@@ -17,14 +17,16 @@ from lp_jax._solvers._sweeps import Picard
 from lp_jax.planning import _measure
 from lp_jax.planning._estimate import estimate
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import ITERATIONS, Deadline, examples_of, few
+from lp_jax.planning._measure import ITERATIONS, Deadline, announce, examples_of, few
 from lp_jax.planning._work import prefix_messages
 
 _FEW, _ENOUGH = 8, 0.03  # layers that are timed at least, and the seconds that they should take
 _CHUNKS = 4  # batches of a timed sweep
 
 
-def calibrate(problem: Problem, *, newton: bool = False, name: str = "") -> Machine:
+def calibrate(
+    problem: Problem, *, newton: bool = False, name: str = "", seconds: float = 60.0
+) -> Machine:
     """Measure how long the layers of a network take on this machine, one at a time and many at once.
 
     Serial propagation gives the time of a single layer. Runs that differ in the number of sweeps give that of a sweep over
@@ -37,6 +39,7 @@ def calibrate(problem: Problem, *, newton: bool = False, name: str = "") -> Mach
         newton: whether to measure Newton's method with full Jacobians too. The first axis of the state must be that of the
             examples, and the state small: a Jacobian has the square of its size.
         name: name of the machine.
+        seconds: time after which no measurement starts; what is left out is estimated. A line on standard error says it first.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -46,7 +49,8 @@ def calibrate(problem: Problem, *, newton: bool = False, name: str = "") -> Mach
         >>> machine.state_bytes, machine.layer_bytes, machine.seconds("forward", 32) > 0
         (128, 256, True)
     """
-    return dataclasses.replace(measure(problem, newton, Deadline()), name=name)
+    announce("calibrate", seconds)
+    return dataclasses.replace(measure(problem, newton, Deadline(seconds)), name=name)
 
 
 def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:

@@ -76,8 +76,18 @@ def topology(name: str, **axes: int) -> Mesh:
     axes = axes or {"layers": len(devices)}
     if math.prod(axes.values()) > len(devices):
         raise ValueError(f"{name!r} has {len(devices)} devices; got more in axes {axes}.")
-    row: Any = np.array(devices[: math.prod(axes.values())]).reshape(*axes.values())
-    return Mesh(row, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return mesh_of(devices, **axes)
+
+
+def mesh_on(on: str | Mesh) -> Mesh:
+    """The mesh of a name, or the mesh that is given."""
+    return topology(on) if isinstance(on, str) else on
+
+
+def mesh_of(devices: Any, **axes: int) -> Mesh:
+    """Return a mesh of the first of some devices, with axes of these names and sizes."""
+    first = np.ravel(devices)[: math.prod(axes.values())]
+    return Mesh(first.reshape(*axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +166,7 @@ def compiled(f: Callable[..., PyTree], *shapes: PyTree, on: str | Mesh) -> Compi
         piped = lp_jax.pipeline(loss, mesh, in_axes=(None, 0))
         print(planning.compiled(jax.grad(lambda p, x: piped(p, x).mean()), params, x, on=mesh))
     """
-    mesh = topology(on) if isinstance(on, str) else on
+    mesh = mesh_on(on)
     lowered = lower(f, shapes, mesh)
     start = time.perf_counter()
     try:

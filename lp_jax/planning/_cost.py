@@ -111,7 +111,7 @@ def predict(
 
 
 class Piped(NamedTuple):
-    """A training step with `lp_jax.pipeline`: the number of microbatches, and the cost."""
+    """The number of microbatches and the predicted cost of a training step with `lp_jax.pipeline`."""
 
     microbatches: int
     cost: Cost
@@ -141,7 +141,7 @@ def pipeline(layers: int, machine: Machine, workers: int, microbatches: int) -> 
 
 
 def fastest_pipeline(layers: int, machine: Machine, workers: int) -> Piped:
-    """The pipeline with the number of microbatches, a power of two, that is predicted to be fastest."""
+    """Return the pipeline that is predicted to be fastest, of those whose number of microbatches is a power of two."""
     parts = [2**k for k in range(machine.examples.bit_length())]
     options = [Piped(part, pipeline(layers, machine, workers, part)) for part in parts]
     return min(options, key=lambda option: option.cost.seconds)

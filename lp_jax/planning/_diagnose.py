@@ -20,7 +20,10 @@ from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax._solvers._sweeps import Picard
+from lp_jax.planning._estimate import estimate
 from lp_jax.planning._measure import (
+    Deadline,
+    announce,
     arrays,
     as_pair,
     compile_fast,
@@ -56,9 +59,10 @@ class Rehearsal(NamedTuple):
         """Whether both tolerances were met."""
         return self.result == self.adjoint_result == DONE
 
-
-def _names(rehearsals: Sequence[Rehearsal]) -> str:
-    return ", ".join(type(r.solver).__name__ for r in rehearsals)
+    @property
+    def sweeps(self) -> int:
+        """Evaluations of all layers that a training step makes, if an iteration makes one."""
+        return self.iterations + self.adjoint_iterations + LAST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,20 +76,22 @@ class Diagnosis:
             Jacobian of a layer at the states of a forward pass. Sweeps contract by ``lipschitz / s`` or better in sweep s.
         lyapunov: largest Lyapunov exponent, per layer: a disturbance grows by ``exp(lyapunov)`` from one layer to the next, on
             average over layers that are no resets. Below zero, layers forget.
-        rehearsals: iterations of each pair of solvers, and how they ended.
         resets: number of layers that leave nothing of a disturbance, like the first step of a packed sequence.
         sweep: seconds in which the device is predicted to evaluate all layers at once.
         serial: seconds in which it is predicted to propagate serially, forward and back.
+        rehearsals: iterations of each pair of solvers, and how they ended.
+        left_out: names of the solvers that were not rehearsed for lack of time.
     """
 
     layers: int
     examples: int
     lipschitz: float
     lyapunov: float
+    resets: int
+    sweep: float
+    serial: float
     rehearsals: tuple[Rehearsal, ...]
-    resets: int = 0
-    sweep: float = 0.0
-    serial: float = math.inf
+    left_out: tuple[str, ...] = ()
 
     @property
     def growth(self) -> float:
@@ -93,12 +99,26 @@ class Diagnosis:
         return math.exp(min(self.lyapunov * self.layers / (self.resets + 1), _LARGEST))
 
     @property
-    def verdict(self) -> str:
-        """Whether the chain forgets a small disturbance, keeps it (a factor of 0.1 to 10) or amplifies it; who converges.
+    def answer(self) -> str:
+        """Whether a rehearsed solver converges and is predicted to be faster than `Serial`, in one line.
 
-        A solver is not faster than `Serial` if its iterations and the evaluations around them are predicted to take longer, where
-        an iteration is counted as one evaluation of all layers. Those of multigrid and Newton's method take more.
+        Its iterations and the evaluations around them are counted as evaluations of all layers, sweeps, and so is the time of
+        `Serial`. Iterations of multigrid and Newton's method take more than that, so that a no is certain and a yes is not.
         """
+        tried = [r for r in self.rehearsals if r.converges]
+        if not tried:
+            return "no: none converges" if self.rehearsals else "unknown: no solver was rehearsed"
+        best = min(tried, key=lambda r: r.sweeps)
+        word = "yes" if best.sweeps * self.sweep <= self.serial else "no"
+        name = type(best.solver).__name__
+        sweeps = self.serial / self.sweep
+        return (
+            f"{word}: {name} takes at least {best.sweeps} sweeps, Serial() the time of {sweeps:.1f}"
+        )
+
+    @property
+    def verdict(self) -> str:
+        """Whether the chain forgets a small disturbance, keeps it (a factor of 0.1 to 10) or amplifies it; who converges."""
         kind = (
             "forgets"
             if self.growth <= 0.1
@@ -108,20 +128,28 @@ class Diagnosis:
         )
         growth = f"{self.growth:.1f}" if 0.1 <= self.growth < 100 else f"{self.growth:.1e}"
         end = "before the next reset" if self.resets else "after the last layer"
-        text = f"This chain {kind}: a disturbance is {growth} times as large {end}."
         good = [r for r in self.rehearsals if r.converges]
         bad = [r for r in self.rehearsals if not r.converges]
-        sweeps = [r.iterations + r.adjoint_iterations + LAST for r in good]
-        slow = [r for r, n in zip(good, sweeps, strict=True) if n * self.sweep > self.serial]
-        if bad and not good:
-            return f"{text} No rehearsed solver converges: take Serial()."
-        text += f" Converges: {_names(good)}." if good else ""
-        text += f" Does not: {_names(bad)}." if bad else ""
-        text += f" Predicted not to be faster than Serial() here: {_names(slow)}." if slow else ""
-        return text + " Take Serial()." if slow and slow == good else text
+        slow = [r for r in good if r.sweeps * self.sweep > self.serial]
+        sentences = [f"This chain {kind}: a disturbance is {growth} times as large {end}."]
+        for said, which in (
+            ("Converges", good),
+            ("Does not converge", bad),
+            ("Predicted not to be faster than Serial() here", slow),
+        ):
+            if which:
+                names = ", ".join(type(r.solver).__name__ for r in which)
+                sentences.append(f"{said}: {names}.")
+        if self.left_out:
+            sentences.append(f"Left out for lack of time: {', '.join(self.left_out)}.")
+        if self.rehearsals and slow == good:
+            sentences.append("Take Serial().")
+        return " ".join(sentences)
 
     def __str__(self) -> str:
         lines = [
+            self.answer,
+            "",
             f"{self.layers} layers, measured on {numbered(self.examples, 'example')}",
             "",
             f"  Lipschitz constant x T  {self.lipschitz:.3g}",
@@ -147,6 +175,7 @@ def diagnose(
     cotangent: State | None = None,
     examples: int = 4,
     solvers: Sequence[Solver | Pair] | None = None,
+    seconds: float = 60.0,
 ) -> Diagnosis:
     """Estimate how fast solvers converge on a network, before it is solved or trained.
 
@@ -162,6 +191,8 @@ def diagnose(
         solvers: solvers to rehearse, or pairs (solver, adjoint solver). None means sweeps, cycles of two levels and, where an
             example's state has at most 256 numbers, Newton's method, each to a residual of 1e-3, in the adjoint 1e-2, of the
             first one, with at most 32 iterations. With an empty list nothing is rehearsed.
+        seconds: time after which no rehearsal starts. One starts only if the longest step so far would end in time, and one that
+            has begun is finished. A line on standard error says this time first, and the diagnosis names what was left out.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -178,57 +209,55 @@ def diagnose(
     """
     require(problem)
     _check.integer("examples", examples, least=1)
+    pairs = None if solvers is None else list(map(as_pair, solvers))
+    announce("diagnose", seconds)
+    deadline = Deadline(seconds)
     size = problem.comm.size
     problem = problem.replace(comm=None)
-    program, _ = trace(problem, (Serial(),))
-    processor = program.workers.processor
-    layer = program.traced.footprint
-    seconds = (
-        processor.batch(layer, math.ceil(problem.layers / size)),
-        sum(processor.serial(layer, problem.layers)),
-    )
+    machine = estimate(problem)
+    sweep = machine.seconds("forward", math.ceil(problem.layers / size))
+    serial = problem.layers * sum(machine.per_layer)
     problem = few(problem, examples)
     if cotangent is not None:
         cotangent = jax.tree.map(
             lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0
         )
-    if solvers is None:  # with fewer iterations than layers, so that none is exact
-        most = max(1, min(_MOST, problem.layers - 1))
-        both = (
-            Picard(sweeps=most, rtol=1e-3, fallback=True),
-            MGRIT(iterations=most, rtol=1e-3, fallback=True),
-        )
-        pairs: list[Pair] = [(solver, dataclasses.replace(solver, rtol=1e-2)) for solver in both]
-        if small(
-            problem.y0
-        ):  # a residual of Newton's method may rise on the way: it does not give up
-            pairs.append(
-                (
-                    Newton(iterations=most, rtol=1e-3, batch_axes=1),
-                    Newton(iterations=1, batch_axes=1),
-                )
-            )
-    else:
-        pairs = list(map(as_pair, solvers))
-    lipschitz, lyapunov, resets = _numbers(problem)
+    pairs = _rehearsed(problem) if pairs is None else pairs
+    numbers = _numbers(problem)
     rehearsals = []
     for pair in pairs:
-        _, stats, adjoint = solving(problem, fast=True)(*pair, cotangent)
-        reached = map(int, (stats.iterations, adjoint.iterations, stats.result, adjoint.result))
-        rehearsals.append(Rehearsal(*pair, *reached))
+        if deadline.allows(type(pair[0]).__name__):
+            _, stats, adjoint = solving(problem, fast=True)(*pair, cotangent)
+            reached = map(int, (stats.iterations, adjoint.iterations, stats.result, adjoint.result))
+            rehearsals.append(Rehearsal(*pair, *reached))
     return Diagnosis(
         problem.layers,
         examples_of(problem.y0),
-        lipschitz,
-        lyapunov,
+        *numbers,
+        sweep,
+        serial,
         tuple(rehearsals),
-        int(resets),
-        *seconds,
+        tuple(deadline.left_out),
     )
 
 
-def _numbers(problem: Problem) -> tuple[float, ...]:
-    """Lipschitz constant times T, the largest Lyapunov exponent per layer, and the number of layers that are resets."""
+def _rehearsed(problem: Problem) -> list[Pair]:
+    """Return the pairs that are rehearsed by default, with fewer iterations than layers, so that none is exact."""
+    most = max(1, min(_MOST, problem.layers - 1))
+    both = (
+        Picard(sweeps=most, rtol=1e-3, fallback=True),
+        MGRIT(iterations=most, rtol=1e-3, fallback=True),
+    )
+    pairs: list[Pair] = [(solver, dataclasses.replace(solver, rtol=1e-2)) for solver in both]
+    if small(problem.y0):
+        # A residual of Newton's method may rise on the way, so it does not give up.
+        newton = Newton(iterations=most, rtol=1e-3, batch_axes=1)
+        pairs.append((newton, dataclasses.replace(newton, iterations=1, rtol=None)))
+    return pairs
+
+
+def _numbers(problem: Problem) -> tuple[float, float, int]:
+    """Return the Lipschitz constant times T, the largest Lyapunov exponent per layer, and the number of resets."""
 
     @functools.partial(jax.jit, compiler_options=compile_fast())
     def along(arrays: dict[str, PyTree]) -> tuple[jax.Array, ...]:
@@ -244,7 +273,7 @@ def _numbers(problem: Problem) -> tuple[float, ...]:
             return lambda w: pull(w)[0]
 
         def norm(y: State, x: Slices, w: State) -> jax.Array:
-            """2-norm of J - I, by power iteration."""
+            """Return the 2-norm of J - I, by power iteration."""
             pull = transposed(y, x)
             push = jax.linear_transpose(pull, w)
 
@@ -270,16 +299,17 @@ def _numbers(problem: Problem) -> tuple[float, ...]:
         growth = jnp.mean(jnp.log(sizes), where=stays | ~jnp.any(stays))
         return jnp.sum(jax.vmap(norm, (0, 0, None))(*layers, start)), growth, jnp.sum(~stays)
 
-    return tuple(map(float, along(arrays(problem))))
+    lipschitz, lyapunov, resets = along(arrays(problem))
+    return float(lipschitz), float(lyapunov), int(resets)
 
 
 def _reset(size: jax.Array) -> float:
-    """Largest growth in a layer that leaves nothing of a disturbance but rounding."""
+    """Return the largest growth in a layer that leaves nothing of a disturbance but rounding."""
     return float(jnp.finfo(size.dtype).eps)
 
 
 def _normal(v: State) -> Measured:
-    """A state divided by its norm, and the norm."""
+    """Return a state divided by its norm, and the norm."""
     size = jnp.sqrt(_tree.sum_of_squares(v))
     size = jnp.maximum(size, jnp.finfo(size.dtype).tiny)
     return jax.tree.map(lambda x: x / size.astype(jnp.finfo(x.dtype).dtype), v), size

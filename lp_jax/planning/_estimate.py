@@ -10,8 +10,8 @@ from lp_jax._arrays import _tree
 from lp_jax._choice._fastest import Fastest
 from lp_jax._choice._processor import OF_A_SUM, OF_NEWTON, Processor, named
 from lp_jax._problem import Problem
-from lp_jax._programs import _traced
 from lp_jax._programs._asked import asked
+from lp_jax._programs._traced import Tracing, trace
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._machine import Machine
@@ -47,7 +47,7 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
     """
 
     def look(problem: Problem) -> Machine:
-        program, operands = _traced.trace(problem, (Serial(),))
+        program, operands = trace(problem, (Serial(),))
         known = program.workers.processor if device is None else named(device)
         layer = program.traced.footprint
         layers = program.workers.layers
@@ -115,7 +115,11 @@ def default(problem: Problem, *, solver: Solver = Fastest()) -> Default:
     """
     if not solver.chooses:
         raise TypeError(f"planning.default tells what Fastest(...) chooses; got solver={solver!r}.")
-    pair, seconds = _of_shapes(lambda problem: _traced.default(problem, solver.rtol)[0], problem)
+
+    def chosen(problem: Problem) -> tuple[tuple[Solver, Solver], float]:
+        return Tracing(problem, (solver, solver)).default(solver.rtol)
+
+    pair, seconds = _of_shapes(chosen, problem)
     return Default(*pair, seconds)
 
 

@@ -6,7 +6,7 @@ CPUs, GPUs and TPUs write behind an operation differs, so it is looked up by nam
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
@@ -70,20 +70,24 @@ class Text:
             elif match := _LINE.match(re.sub(r"/\*index=\d+\*/", "", line)):
                 body[match[2]] = Instruction(*match.groups())
 
-    def executed(self, name: str = "", times: int = 1) -> Iterator[tuple[str, Instruction, int]]:
+    def executed(
+        self, name: str = "", times: int = 1, turns: Callable[[Instruction], int] = lambda loop: 1
+    ) -> Iterator[tuple[str, Instruction, int]]:
         """Yield (computation, instruction, how often it runs), without the insides of kernels.
 
-        A loop of unknown length turns once. Of a conditional all branches are taken.
+        A loop of unknown length makes as many turns as ``turns`` says. Of a conditional all branches are taken.
         """
         name = name or self.entry
         for one in self.computations[name].values():
             yield name, one, times
             if one.operation == "while":
-                yield from self.executed(one.attribute("body"), times * (self.trips(one) or 1))
+                trips = self.trips(one)
+                often = times * (turns(one) if trips is None else trips)
+                yield from self.executed(one.attribute("body"), often, turns)
             elif one.operation in ("call", "async-start", "conditional"):
                 for inner in NAME.findall(one.rest):
                     if inner in self.computations:
-                        yield from self.executed(inner, times)
+                        yield from self.executed(inner, times, turns)
 
     def trips(self, loop: Instruction) -> int | None:
         """How often a loop turns: as XLA says, or the constant that its index is compared with; None if neither is there."""

@@ -1,7 +1,8 @@
-"""Seconds of the parts of a solve on the machine at hand, and fewer examples of a problem."""
+"""Measure the seconds of the parts of a solve on the machine at hand, and cut a problem to fewer examples."""
 
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,10 +28,16 @@ _LONGEST = 2.0  # seconds of all samples
 
 
 class Deadline:
-    """The time after which no measurement starts, and the names of those left out. One that has begun is finished."""
+    """The time that measurements have, and the names of those that were left out.
+
+    A measurement starts only if there is as much time left as the longest one before it took. One that has begun is finished,
+    because a compilation cannot be stopped.
+    """
 
     def __init__(self, seconds: float = math.inf):
-        self._end = time.perf_counter() + seconds
+        self._last: float | None = time.perf_counter()  # when the last measurement began
+        self._end = self._last + seconds
+        self._longest = 0.0
         self.left_out: list[str] = []
 
     @property
@@ -40,10 +47,20 @@ class Deadline:
 
     def allows(self, what: str) -> bool:
         """Return whether a measurement may start. If not, its name is noted."""
-        allowed = self.left > 0
+        now = time.perf_counter()
+        if self._last is not None:
+            self._longest = max(self._longest, now - self._last)
+        allowed = self._end - now >= self._longest and now < self._end
+        self._last = now if allowed else None
         if not allowed and what not in self.left_out:
             self.left_out.append(what)
         return allowed
+
+
+def announce(what: str, seconds: float) -> None:
+    """Say on standard error how long something takes at most, before it begins."""
+    text = f"{what}: at most {seconds:g} s; a compilation that has begun by then is finished."
+    print(text, file=sys.stderr, flush=True)
 
 
 def require(problem: Problem) -> None:
@@ -127,7 +144,7 @@ def solving(
 
 
 def serial(problem: Problem) -> tuple[float, float]:
-    """Seconds of a layer in serial propagation: forward, and the further seconds of the gradient."""
+    """Measure the seconds of a layer in serial propagation: forward, and the further seconds of the gradient."""
     forward = jax.jit(lambda arrays: problem.replace(**arrays).solve(solver=Serial()).y1)
     first, whole = seconds(
         [partial(forward, arrays(problem)), partial(solving(problem), Serial(), Serial(), None)]
@@ -136,7 +153,7 @@ def serial(problem: Problem) -> tuple[float, float]:
 
 
 def sweep(problem: Problem, at_once: int) -> list[float]:
-    """Seconds of a sweep over all layers, ``at_once`` of them at once: forward, adjoint, and gradient."""
+    """Measure the seconds of a sweep over all layers, ``at_once`` of them at once: forward, adjoint, and gradient."""
     solved = solving(problem)
     once, often = (
         Picard(sweeps=ITERATIONS, at_once=at_once, atol=jnp.float32(atol)) for atol in (1e30, -1)
@@ -152,7 +169,7 @@ def sweep(problem: Problem, at_once: int) -> list[float]:
 
 
 def iteration(problem: Problem, solver: Solver, **sampling: int) -> float:
-    """Seconds of an iteration of a forward solve, of at most as many as ``solver`` has."""
+    """Measure the seconds of an iteration of a forward solve with ``solver``."""
 
     @jax.jit
     def run(arrays: dict[str, PyTree], atol: jax.Array) -> tuple[State, jax.Array]:

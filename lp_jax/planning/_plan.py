@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from lp_jax._arrays import _check
 from lp_jax._arrays._types import State
 from lp_jax._choice._fastest import SERIAL, Pair
+from lp_jax._choice._processor import processor
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
@@ -24,14 +25,20 @@ from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._solver import Solver, Stats
 from lp_jax._solvers._sweeps import Picard, Secant, Sweeps
 from lp_jax.planning._calibrate import interconnect, measure
+from lp_jax.planning._compiled import mesh_on
 from lp_jax.planning._cost import predict
+from lp_jax.planning._estimate import estimate
 from lp_jax.planning._gradient_error import inner_products, relative_error
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import Deadline, as_pair, require, small, solving
+from lp_jax.planning._measure import Deadline, announce, as_pair, require, small, solving
 from lp_jax.planning._result import WORTH, Choice, Plan, Probed, fix_iterations
+from lp_jax.planning._spread import spread
 
 Probe = Callable[[Solver, Solver], Probed]
 
+_FIRST = (
+    0.1  # part of the time of a plan that the first probe has, although calibration took all of it
+)
 _TOLERANCES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 
 
@@ -45,6 +52,7 @@ def plan(
     machine: Machine | None = None,
     seconds: float = 10.0,
     solvers: Sequence[Solver | Pair] = (),
+    topology: str | Mesh | None = None,
 ) -> Plan:
     """Recommend solvers: calibrate, predict times, and probe gradients, fastest first, until one is exact enough.
 
@@ -57,9 +65,15 @@ def plan(
             always measured. On MPI ranks all call this together.
         machine: times of the layers; None measures them (`calibrate`).
         seconds: time after which no calibration, half of it, or probe starts. One that has begun is finished, its compilations
-            included. It counts once messages are measured. The plan names what was left out.
+            included, and the first probe is always made, because no error would be known otherwise. It counts once messages are
+            measured. A line on standard error says it first, and the plan names what was left out.
         solvers: further solvers to compare, your own or with your settings, or pairs (solver, adjoint solver). They are
             probed first.
+        topology: accelerators that need not be here, as `planning.topology` takes and returns them: "v5e:2x4", "h200:4". Nothing
+            is run then, so that shapes are enough and no gradient error is known: times are by the devices' data sheet. Half the
+            sum of squares of the last state is compiled, with its gradient, in each way to spread it over them: along the
+            examples, the weights, the layers by a pipeline, both, and the layers by the default, a relay, and ``solvers``.
+            ``plan.spread`` says of each whether it fits, what it sends, and the compiler's cycles.
 
     It recommends serial propagation if no solver that is exact enough is predicted to be 15 % faster.
 
@@ -74,16 +88,19 @@ def plan(
         solver=lp_jax.Picard(sweeps=32, rtol=0.01), adjoint_solver=lp_jax.Picard(sweeps=32, rtol=0.1)
     """
     require(problem)
+    if topology is not None:
+        return _absent(problem.replace(comm=None), mesh_on(topology), error, solvers)
     there = _inputs.comm(problem.comm if comm is None else comm)
     problem = problem.replace(comm=None)
-    messages: dict[str, Any] = {}
     if there != OneDevice():
         if workers not in (1, there.size):
             raise ValueError(
                 f"plan got workers={workers} and a comm of {there.size}. Leave workers out."
             )
         workers = there.size
-        messages = interconnect(there) if workers > 1 else {}
+    _require(problem.layers, workers, error)
+    announce("plan", seconds)
+    messages: dict[str, Any] = interconnect(there) if there.size > 1 else {}
     end = Deadline(seconds)
     half = Deadline(seconds / 2)
     if machine is None:
@@ -96,7 +113,7 @@ def plan(
         error=error,
         workers=workers,
         probe=probe,
-        seconds=end.left,
+        seconds=max(end.left, _FIRST * seconds),
         solvers=solvers,
     )
     notes = [f"Left out for lack of time: {', '.join(half.left_out)}."] if half.left_out else []
@@ -105,6 +122,20 @@ def plan(
             'A layer has a callback, a foreign call or an open loop: at_once="auto" takes one at a time.'
         )
     return dataclasses.replace(best, note=" ".join(notes))
+
+
+def _absent(problem: Problem, on: Mesh, error: float, solvers: Sequence[Solver | Pair]) -> Plan:
+    """A plan for devices that need not be here, by their data sheet, and what the compiler says of ways to use them."""
+    device = on.devices.flat[0]
+    sheet = processor(device.platform, device.device_kind)
+    machine = dataclasses.replace(
+        estimate(problem, device=device.device_kind),
+        latency=sheet.latency,
+        bandwidth=min(sheet.bandwidth, sheet.link),
+        name=device.device_kind,
+    )
+    best = choose(problem.layers, machine, error=error, workers=on.size, solvers=solvers)
+    return dataclasses.replace(best, spread=spread(problem, on, solvers))
 
 
 def choose(
@@ -122,13 +153,7 @@ def choose(
     ``probe(solver, adjoint_solver)`` returns the error of a gradient and the iterations of both solves. Without a probe only
     serial propagation is known to be exact enough. The other arguments are those of `plan`; ``seconds`` bounds the probes.
     """
-    _check.integer("layers", layers, least=1)
-    if not 1 <= workers <= layers:
-        raise ValueError(
-            f"workers must be from 1 to the number of layers, {layers}; got {workers}."
-        )
-    if not error > 0:
-        raise ValueError(f"error must be a positive number, like 1e-2; got {error}.")
+    _require(layers, workers, error)
 
     def choice(pair: Pair, probed: Probed | None = None) -> Choice:
         return Choice(
@@ -177,6 +202,17 @@ def choose(
     best = next(c for c in choices if c.within(error))
     best = best if best.cost.seconds * WORTH <= serial.cost.seconds else serial
     return Plan(tuple(choices), best, serial, machine, layers, workers, error, unprobed)
+
+
+def _require(layers: int, workers: int, error: float) -> None:
+    """Refuse numbers that cannot be, before anything is measured."""
+    _check.integer("layers", layers, least=1)
+    if not 1 <= workers <= layers:
+        raise ValueError(
+            f"workers must be from 1 to the number of layers, {layers}; got {workers}."
+        )
+    if not error > 0:
+        raise ValueError(f"error must be a positive number, like 1e-2; got {error}.")
 
 
 def _sweeps(kind: type[Sweeps]) -> list[Pair]:

@@ -3,16 +3,18 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lp_jax._choice._fastest import SERIAL, Pair
 from lp_jax._solvers._coarse_step import Identity
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._solver import Solver
+from lp_jax.planning._compiled import Compiled
 from lp_jax.planning._cost import Cost, Piped, fastest_pipeline, predict
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._solvers import with_effort
+from lp_jax.planning._spread import comparison
 from lp_jax.planning._words import align, code, milliseconds, numbered, pair, times
 
 DEVICES = tuple(2**exponent for exponent in range(13))
@@ -24,7 +26,7 @@ _UNKNOWN = 3  # iterations to a tolerance, before a probe
 
 
 class Probed(NamedTuple):
-    """Measured for a pair of solvers: the relative 2-norm error of the gradient, and iterations."""
+    """The relative 2-norm error of the gradient that a pair of solvers gave, and the iterations that they took."""
 
     error: float
     iterations: int
@@ -32,7 +34,7 @@ class Probed(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A pair of solvers, its predicted cost, with a tolerance that of the probe's iterations, and the probe if there was one."""
+    """A pair of solvers, its predicted cost, and the probe if there was one, whose iterations the cost of a tolerance is for."""
 
     solver: Solver
     adjoint_solver: Solver
@@ -83,6 +85,8 @@ class Plan:
     error: float  # largest error of the gradient that is allowed
     unprobed: int  # predicted faster than ``best``, and not probed for lack of time; several tolerances count once
     note: str = ""
+    # programs that spread the loss over ``topology``, by the way that they do, with `plan(topology=)`
+    spread: Mapping[str, Compiled] = dataclasses.field(default_factory=dict)
 
     @property
     def solver(self) -> Solver:
@@ -239,6 +243,11 @@ class Plan:
             "",
             f"ms of a training step on more devices, spread along{unknown}",
             *map(str.rstrip, align(more)),
+            *(
+                ["", "A loss and its gradient, compiled", *comparison(self.spread)]
+                if self.spread
+                else []
+            ),
         ]
         return "\n".join(lines)
 

@@ -1,16 +1,22 @@
-"""Count a solver's evaluations and messages: the library's own by formulas along its path, others by reading the program."""
+"""Count a solver's evaluations and messages by formulas, along its path through the levels.
 
-import dataclasses
+A plan counts hundreds of solvers, so nothing is traced here, except for plain functions as coarse steps.
+"""
+
 import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 
+from lp_jax._arrays._products import live
+from lp_jax._arrays._types import Layer, PyTree
+from lp_jax._choice._cost import cost_of, depth_of
 from lp_jax._levels._relax import at_level, per_level
-from lp_jax._solvers._coarse_step import CoarseStep, Identity, Rediscretize
+from lp_jax._solvers._coarse_step import CoarseStep, Identity, PerInterval
 from lp_jax._solvers._cycle import VISITS
 from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._mgrit import MGRIT
@@ -18,8 +24,7 @@ from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax._solvers._sweeps import Sweeps, Windowed
-from lp_jax.planning._read import read
-from lp_jax.planning._solvers import busiest, most_at_once, with_effort
+from lp_jax.planning._solvers import busiest, most_at_once
 from lp_jax.planning._work import Event, Schedule, batches, prefix_messages
 
 
@@ -48,24 +53,19 @@ def count(
     kept: bool = False,
     adjoint: bool = False,
 ) -> Schedule:
-    """Count a forward solve, or an adjoint solve with the gradient; ``kept``: the forward solve keeps linearisations."""
-    events: list[Event] = []
+    """Count a forward solve, or an adjoint solve with the gradient; ``kept`` says that the forward solve keeps linearisations."""
     solver = solver.resolve(layers)
     most = most_at_once(solver, at_once)
     chain = _Chain(
-        layers=layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint, events=events
+        layers=layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint, events=[]
     )
-    try:
-        _record(solver, chain)
-    except NotImplementedError:
-        fixed = with_effort(solver, solver.iterations) if solver.has_tolerance else solver
-        hashable = jax.tree.map(lambda x: x.item() if isinstance(x, jax.Array) else x, fixed)
-        return read(hashable, layers, workers=workers, at_once=most, kept=kept, adjoint=adjoint)
-    return Schedule(events, 2 if workers > 1 else 0)  # the last state, and the residual norms
+    _record(solver, chain)
+    # the last state, and the residual norms
+    return Schedule(chain.events, 2 if workers > 1 else 0)
 
 
 class Stop(NamedTuple):
-    """One stop on the path."""
+    """A stop on a solver's path through the levels."""
 
     level: int  # 0 is the finest
     label: str  # "solve", or the relaxation, like "FCF"
@@ -73,24 +73,27 @@ class Stop(NamedTuple):
     title: str = ""  # name of that iteration
 
 
-def relaxations(solver: MGRIT, levels: int) -> tuple[str, ...]:
-    """Return the label of the relaxation on every level: "FCF", or the name of a function."""
-    each = (at_level(per_level(solver.relaxation), level) for level in range(levels))
-    return tuple(getattr(relaxation, "__name__", str(relaxation)) for relaxation in each)
+def _relaxations(solver: MGRIT, levels: int) -> list[Any]:
+    """Return the relaxation on every level: a word like "FCF", or a function."""
+    return [at_level(per_level(solver.relaxation), level) for level in range(levels)]
+
+
+def _kind(solver: MGRIT) -> str:
+    """Return the kind of cycle. A function is drawn and counted as if it went down and up once."""
+    return "V" if callable(solver.cycle) else solver.cycle
 
 
 def path(solver: MGRIT, steps: int, iterations: int) -> list[Stop]:
     """Return the stops of ``iterations`` cycles and the final sweep; successive stops on one level are merged."""
     stops: list[Stop] = []
-    labels = relaxations(solver, len(solver.grid(steps)))
+    relaxations = _relaxations(solver, len(solver.grid(steps)))
+    labels = tuple(getattr(relaxation, "__name__", str(relaxation)) for relaxation in relaxations)
+    name = f"{solver.cycle}-cycle"
+    if callable(solver.cycle):
+        name = getattr(solver.cycle, "__name__", "a cycle of its own")
     for iteration in range(1, iterations + 1):
         first = solver.start == "cascade" and iteration == 1
-        kind = solver.cycle
-        name = f"{solver.cycle}-cycle"
-        if callable(kind):  # drawn as if it went down and up once
-            kind = "V"
-            name = getattr(solver.cycle, "__name__", "a cycle of its own")
-        begin, *rest = cycle_stops(labels, kind, cascade=first)
+        begin, *rest = cycle_stops(labels, _kind(solver), cascade=first)
         title = "coarse to fine" if first else name
         _extend(stops, [begin._replace(iteration=iteration, title=title), *rest])
     _extend(stops, [Stop(0, "FC")])
@@ -113,7 +116,7 @@ def cycle_stops(
 
 
 def _extend(stops: list[Stop], more: Sequence[Stop]) -> None:
-    """Append stops; where the path stays on a level, the later relaxation includes the earlier F-relaxation."""
+    """Append stops. Where the path stays on a level they become one, because the later relaxation includes the earlier one."""
     if stops and stops[-1].level == more[0].level:
         earlier = stops.pop()
         if more[0].iteration is None:
@@ -121,9 +124,8 @@ def _extend(stops: list[Stop], more: Sequence[Stop]) -> None:
     stops.extend(more)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Chain:
-    """A chain of steps in a forward or adjoint solve. Its methods add what is done with it to ``events``."""
+class _Chain(NamedTuple):
+    """A chain of steps in a forward or adjoint solve. Its methods add the work that is done on it to ``events``."""
 
     layers: int  # steps of the chain, on all workers
     workers: int
@@ -139,22 +141,19 @@ class _Chain:
 
     @property
     def mine(self) -> int:
-        """Number of steps on the busiest worker, those that only pad its last unit included."""
+        """Number of steps on the busiest worker, including those that pad its last unit."""
         return math.ceil(math.ceil(self.layers / self.unit) / self.workers) * self.unit
-
-    def during(self, phase: str) -> "_Chain":
-        return dataclasses.replace(self, phase=phase)
 
     def add(self, kind: str, count: int, layers: int) -> None:
         self.events.extend(batches(self.phase, kind, count, layers, self.at_once, self.in_turn))
 
     def send(self, states: int) -> None:
-        """Messages of a state between neighbours, one after the other."""
+        """Add messages of a state between neighbours, one after the other."""
         if self.workers > 1 and states:
             self.events.append(Event(self.phase, "message", states, 0, self.in_turn))
 
     def evaluate(self, count: int, places: int, *, gradient: bool = False) -> None:
-        """``count`` steps, one after the other, each at several places; in an adjoint solve, transposes."""
+        """Add ``count`` steps, one after the other, each at several places at once. In an adjoint solve they are transposes."""
         kinds = ["adjoint" if self.adjoint else "forward"]
         if self.adjoint and (
             self.step is not None or not self.kept
@@ -165,54 +164,95 @@ class _Chain:
             self.add(kind, count * row, places * at_once)
 
     def evaluate_again(self, count: int, places: int) -> None:
-        """Forward evaluations for states that the adjoint solve lacks."""
+        """Add the forward evaluations of states that the adjoint solve needs and the forward solve did not keep."""
         if self.adjoint and not self.kept:
-            self.during("states again").add("forward", count, places)
+            self._replace(phase="states again").add("forward", count, places)
 
     def evaluate_last(self) -> None:
-        """The last evaluation of a solver with a state after every layer: it linearises, or forms the gradient."""
+        """Add the last evaluation of a solver with a state after every layer: it linearises the layers, or forms the gradient."""
         if self.step is not None or not (self.adjoint or self.kept):
             return
-        last = self.during("final sweep")
+        last = self._replace(phase="final sweep")
         last.send(1)
         for kind in ["linearise"] * (not self.kept) + ["gradient"] if self.adjoint else ["forward"]:
             last.add(kind, 1, self.mine)
 
+    def finish(self, factor: int, intervals: int) -> None:
+        """Add the final sweep of a solver with states at C-points, through intervals of ``factor`` layers."""
+        self.evaluate_again(factor - 1, intervals)
+        last = self._replace(phase="final sweep")
+        last.evaluate(factor, intervals, gradient=self.step is None)
+        last.send(1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_function(function: Callable[..., PyTree], span: int) -> tuple[int, int]:
+    """Count the evaluations that a plain function makes, and those at once.
+
+    It is traced with a step that has a product of three terms, because products of that shape can be told from others.
+    """
+
+    def traced(y: jax.Array, matrices: jax.Array) -> PyTree:
+        index = jnp.arange(span, dtype=jnp.int32)
+        times = index.astype(y.dtype)
+        layers = Layer(matrices, None, None, times, times, index, None)  # type: ignore[arg-type]
+        return function(lambda y, layer: y + jnp.sum(layer.params @ y), y, layers)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3,), (span, 5, 3))]
+    program = live(jax.make_jaxpr(traced)(*shapes).jaxpr)
+    depth = int(depth_of(program, 3))
+    work = cost_of(program, 3).flops / (2 * 5 * 3)
+    return depth, math.ceil(work / max(1, depth))
+
 
 @functools.singledispatch
 def _evaluations(step: CoarseStep | None, span: int) -> tuple[int, int]:
-    """Evaluations of layers that a step of ``span`` layers makes, one after the other, and the layers in each."""
-    raise NotImplementedError
+    """Return the evaluations of layers that a step of ``span`` layers makes one after the other, and the layers in each."""
+    return 1, 1
 
 
-_evaluations.register(Rediscretize | None, lambda step, span: (1, 1))
 _evaluations.register(Identity, lambda step, span: (0, 0))
+_evaluations.register(PerInterval, lambda step, span: _of_function(step.function, span))
 _evaluations.register(Sweeps, lambda step, span: (step.sweeps, span))
 _evaluations.register(Serial | Elementwise, lambda step, span: (span, 1))
 
 
+@_evaluations.register
+def _(step: Solver, span: int) -> tuple[int, int]:
+    stride = step.stride(span)
+    return (step.iterations + 1) * stride, math.ceil(span / stride)  # with a final sweep
+
+
 @functools.singledispatch
 def _record(solver: Solver, chain: _Chain) -> None:
-    """Add the work of a solve, including its last sweep and the gradient."""
-    raise NotImplementedError
+    """Add the work of a solve, including its last sweep and the gradient.
+
+    An iteration of a solver from outside is counted as one evaluation of all layers, in intervals of its stride.
+    """
+    factor = solver.stride(chain.layers)
+    intervals = math.ceil(chain._replace(unit=solver.unit(chain.layers)).mine / factor)
+    for _ in range(solver.iterations):
+        chain.evaluate(factor, intervals)
+        chain.send(1)
+    chain.finish(factor, intervals)
 
 
 @_record.register
 def _(solver: Serial | Elementwise, chain: _Chain) -> None:
     phase = "propagation" if chain.step is None else chain.phase
     finest, later = chain.step is None, chain.kept and solver.in_turn
-    in_turn = dataclasses.replace(chain, in_turn=True, phase=phase)
+    in_turn = chain._replace(in_turn=True, phase=phase)
     in_turn.evaluate(chain.layers, 1, gradient=finest and not later)
     in_turn.send(chain.workers - 1)
     if finest and later and chain.adjoint:  # on all workers at once
-        chain.during("gradient").add("gradient", chain.mine, 1)
+        chain._replace(phase="gradient").add("gradient", chain.mine, 1)
 
 
 @_record.register
 def _(solver: Windowed, chain: _Chain) -> None:
     span = solver.unit(chain.layers)
-    chain = dataclasses.replace(chain, unit=span)
-    in_turn = dataclasses.replace(chain, in_turn=True)
+    chain = chain._replace(unit=span)
+    in_turn = chain._replace(in_turn=True)
     in_turn.evaluate(-(-chain.layers // span) * (solver.sweeps - 1), span)
     in_turn.send(chain.workers - 1)
     chain.send(1)
@@ -233,14 +273,12 @@ _record.register(Sweeps, lambda solver, chain: _record_sweeps(solver.sweeps, cha
 
 @_record.register
 def _(solver: Newton, chain: _Chain) -> None:
-    if chain.step is not None:
-        raise NotImplementedError
     if solver.at_once == "auto":  # an iteration holds the Jacobians of all layers anyway
-        chain = dataclasses.replace(chain, at_once=math.inf)
+        chain = chain._replace(at_once=math.inf)
     for _ in range(min(solver.relaxations, chain.layers)):
         chain.evaluate(1, chain.mine)
         chain.send(1)
-    iteration = chain.during("Newton iteration")
+    iteration = chain._replace(phase="Newton iteration")
     for _ in range(solver.iterations):
         if solver.jacobian == "full":
             iteration.add("newton", 1, chain.mine)
@@ -253,20 +291,14 @@ def _(solver: Newton, chain: _Chain) -> None:
 @_record.register
 def _(solver: MGRIT, chain: _Chain) -> None:
     grid = solver.grid(chain.layers)
-    if callable(solver.cycle) or any(map(callable, per_level(solver.relaxation)[: len(grid)])):
-        raise NotImplementedError
-    labels = relaxations(solver, len(grid))
+    # A function as relaxation is counted as "FCF".
+    labels = tuple("FCF" if callable(r) else r for r in _relaxations(solver, len(grid)))
     for cascade, times in ((solver.start == "cascade", 1), (False, solver.iterations - 1)):
         once: list[Event] = []
-        stops = cycle_stops(labels, solver.cycle, cascade=cascade)
-        _record_stops(solver, dataclasses.replace(chain, events=once), grid, stops)
+        stops = cycle_stops(labels, _kind(solver), cascade=cascade)
+        _record_stops(solver, chain._replace(events=once), grid, stops)
         chain.events.extend(times * once)
-    intervals = busiest(grid, 0, chain.workers)
-    factor = grid[0][1]
-    chain.evaluate_again(factor - 1, intervals)
-    last = chain.during("final sweep")
-    last.evaluate(factor, intervals, gradient=True)
-    last.send(1)
+    chain.finish(grid[0][1], busiest(grid, 0, chain.workers))
 
 
 def _record_stops(
@@ -278,20 +310,20 @@ def _record_stops(
     levels = [chain]
     for (_, factor), (steps, _) in itertools.pairwise(grid):
         span *= factor
-        levels.append(dataclasses.replace(chain, layers=steps, step=step, span=span))
+        levels.append(chain._replace(layers=steps, step=step, span=span))
     for stop, following in zip(stops, [*stops[1:], None], strict=True):
         at = stop.level
         level = levels[stop.level]
         factor = grid[stop.level][1]
         intervals = busiest(grid, at, chain.workers)
         if stop.label == "solve":
-            solve = level.during("coarse solve")
+            solve = level._replace(phase="coarse solve")
             if step == Identity():
                 solve.send(prefix_messages(chain.workers))
             else:
                 _record(solver.coarsest, solve)
         elif following is not None and following.level > at:  # down
-            relaxed = level.during("coarse relaxation" if at else "relaxation")
+            relaxed = level._replace(phase="coarse relaxation" if at else "relaxation")
             for _ in range(stop.label.count("F")):
                 if at == 0 and level.at_once < max(
                     2, intervals
@@ -299,8 +331,8 @@ def _record_stops(
                     level.evaluate_again(factor - 1, intervals)
                 relaxed.evaluate(factor, intervals)
                 relaxed.send(1)
-            levels[at + 1].during("coarse right-hand side").evaluate(1, intervals)
+            levels[at + 1]._replace(phase="coarse right-hand side").evaluate(1, intervals)
         elif at > 0:  # up
-            corrected = level.during("correction")
+            corrected = level._replace(phase="correction")
             corrected.evaluate(factor - 1, intervals)
             corrected.send(1)

@@ -41,60 +41,50 @@ def held(solver: Solver, machine: Machine, layers: int, workers: int) -> tuple[i
         (8, 256)
     """
     mine = math.ceil(layers / workers)
-    return _kept(solver, machine, mine, layers), _OF_A_SWEEP * mine * machine.state_bytes
-
-
-def _kept(solver: Solver, machine: Machine, mine: int, layers: int) -> int:
-    if solver.keeps_states:
-        return mine * machine.linearised_bytes
-    return math.ceil(mine / solver.stride(layers)) * machine.state_bytes
-
-
-@held.register
-def _(solver: MGRIT, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
-    grid = solver.grid(layers)[:-1]
-    mine = math.ceil(layers / workers)
-    state = machine.state_bytes
-    intervals = [busiest(grid, level, workers) for level in range(len(grid))]
-    working = _OF_A_CYCLE * sum(intervals) * state
-    recomputed = 0
+    kept = mine * machine.linearised_bytes
     if not solver.keeps_states:
-        at_once = min(most_at_once(solver, machine.at_once[-1]), intervals[0])
-        some = at_once < max(2, intervals[0])  # as in `_adjoint.solve_adjoint`
-        recomputed = (
-            int(at_once * grid[0][1] * machine.linearised_bytes)
-            if some
-            else _F_POINTS * mine * state
-        )
-    return _kept(solver, machine, mine, layers), working + recomputed
+        kept = math.ceil(mine / solver.stride(layers)) * machine.state_bytes
+    return kept, _working(solver, machine, layers, workers, mine)
 
 
-@held.register
-def _(solver: Secant, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
-    mine = math.ceil(layers / workers)  # and the last change
-    return _kept(solver, machine, mine, layers), (_OF_A_SWEEP + 1) * mine * machine.state_bytes
+@functools.singledispatch
+def _working(solver: Solver, machine: Machine, layers: int, workers: int, mine: int) -> int:
+    """Return the bytes of temporary arrays on a worker with ``mine`` layers: by default those of a sweep."""
+    return _OF_A_SWEEP * mine * machine.state_bytes
 
 
-@held.register
-def _(solver: Newton, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
-    mine = math.ceil(layers / workers)
-    example = machine.state_bytes / machine.examples
-    jacobian = example * example / _BYTES if solver.jacobian in ("full", "shared") else 0
-    jacobians = (
-        _OF_A_SCAN * mine * (1 if solver.jacobian == "shared" else machine.examples) * jacobian
-    )
-    return _kept(
-        solver, machine, mine, layers
-    ), _OF_NEWTON * mine * machine.state_bytes + math.ceil(jacobians)
+@_working.register
+def _(solver: MGRIT, machine: Machine, layers: int, workers: int, mine: int) -> int:
+    grid = solver.grid(layers)[:-1]
+    intervals = [busiest(grid, level, workers) for level in range(len(grid))]
+    cycle = _OF_A_CYCLE * sum(intervals) * machine.state_bytes
+    if solver.keeps_states:
+        return cycle
+    at_once = min(most_at_once(solver, machine.at_once[-1]), intervals[0])
+    if at_once < max(2, intervals[0]):  # as in `_adjoint.solve_adjoint`
+        return cycle + int(at_once * grid[0][1] * machine.linearised_bytes)
+    return cycle + _F_POINTS * mine * machine.state_bytes
 
 
-@held.register
-def _(solver: Serial, machine: Machine, layers: int, workers: int) -> tuple[int, int]:
-    mine = math.ceil(layers / workers)
+@_working.register
+def _(solver: Secant, machine: Machine, layers: int, workers: int, mine: int) -> int:
+    return (_OF_A_SWEEP + 1) * mine * machine.state_bytes  # one more for the last change
+
+
+@_working.register
+def _(solver: Newton, machine: Machine, layers: int, workers: int, mine: int) -> int:
+    states = _OF_NEWTON * mine * machine.state_bytes
+    if solver.jacobian not in ("full", "shared"):
+        return states
+    matrices = 1 if solver.jacobian == "shared" else machine.examples
+    jacobian = (machine.state_bytes / machine.examples) ** 2 / _BYTES
+    return states + math.ceil(_OF_A_SCAN * mine * matrices * jacobian)
+
+
+@_working.register
+def _(solver: Serial, machine: Machine, layers: int, workers: int, mine: int) -> int:
     span = min(mine, solver.checkpoint_every or 0)
-    return _kept(solver, machine, mine, layers), span * (
-        machine.linearised_bytes + 2 * machine.layer_bytes
-    )
+    return span * (machine.linearised_bytes + 2 * machine.layer_bytes)
 
 
 def busiest(grid: Sequence[tuple[int, int]], level: int, workers: int) -> int:

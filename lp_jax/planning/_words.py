@@ -87,14 +87,9 @@ def pair(solver: Solver, adjoint_solver: Solver) -> str:
     """Return the forward solver, and the fields in which the adjoint solver differs."""
     if type(solver) is not type(adjoint_solver):
         return f"{code(solver)}, adjoint {code(adjoint_solver)}"
-    others = [f"{name}={value!r}" for name, value in differences(solver, adjoint_solver).items()]
+    theirs = vars(solver)
+    others = [f"{name}={x!r}" for name, x in vars(adjoint_solver).items() if x != theirs[name]]
     return code(solver) + (f", adjoint {', '.join(others)}" if others else "")
-
-
-def differences(solver: Any, other: Any) -> dict[str, Any]:
-    """Return the fields of ``other`` that differ from those of ``solver``, of the same class."""
-    fields = {field.name: getattr(other, field.name) for field in dataclasses.fields(other)}
-    return {name: value for name, value in fields.items() if value != getattr(solver, name)}
 
 
 def milliseconds(seconds: float | None) -> str:

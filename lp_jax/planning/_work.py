@@ -58,19 +58,16 @@ class Schedule:
 
     def work(self, *kinds: str) -> int:
         """Number of evaluations of these kinds (all by default)."""
-        return sum(
-            n * size * EVALUATIONS[kind]
-            for (kind, size), n in self.batches.items()
-            if kind in (kinds or EVALUATIONS)
-        )
+        return sum(waiting * layers for waiting, layers in self._evaluations(kinds))
 
     def depth(self, *kinds: str) -> int:
         """Number of evaluations of these kinds (all by default) that wait for each other."""
-        return sum(
-            n * EVALUATIONS[kind]
-            for (kind, _), n in self.batches.items()
-            if kind in (kinds or EVALUATIONS)
-        )
+        return sum(waiting for waiting, _ in self._evaluations(kinds))
+
+    def _evaluations(self, kinds: tuple[str, ...]) -> list[tuple[int, int]]:
+        """Return for each event the evaluations that wait for each other, and the layers in each."""
+        events = [event for event in self.events if event.kind in (kinds or EVALUATIONS)]
+        return [(event.times * EVALUATIONS[event.kind], event.layers) for event in events]
 
 
 def batches(

@@ -101,7 +101,7 @@ class Checkpoints:
                 self._checkpointer.close()
 
     def _once(self, f: Callable[[], T]) -> T:
-        """Call ``f()``: over MPI ranks on rank 0, for all of them."""
+        """Call ``f()`` once: over MPI ranks, rank 0 calls it for all."""
         return f() if self._ranks is None else self._ranks.once(f)
 
     def save(self, state: TrainState) -> None:
@@ -225,7 +225,7 @@ class Checkpoints:
         return template._replace(**restored)
 
     def _set_aside(self, path: Path) -> None:
-        """Rename a checkpoint, so that none of its step is in the way of the run."""
+        """Rename a checkpoint, because the run will write another one of the same step."""
         meet = multihost.get_barrier_sync_fn()
         try:
             meet(key="lp-jax-damaged", timeout_ms=round(1000 * _PATIENCE))
@@ -247,7 +247,7 @@ _PATIENCE = 300.0  # seconds that processes wait for each other
 
 @contextlib.contextmanager
 def _only_raised() -> Iterator[None]:
-    """Keep orbax, asyncio and Python from printing what orbax raises, too."""
+    """Keep orbax, asyncio and Python from also printing the errors that orbax raises."""
 
     def is_info(record: logging.LogRecord) -> bool:
         return record.levelno < logging.WARNING
@@ -267,18 +267,16 @@ def _crc(about: Mapping[str, object]) -> int:
 
 def _checksums(tree: PyTree) -> dict[str, int]:
     """Return a checksum of each array, by its path. It does not depend on devices or processes."""
-    leaves = jax.tree.leaves_with_path(
-        tree
-    )  # one after another: each may take as much memory again
+    # one after another, because each may take as much memory again
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): int(_checksum(x))
-        for path, x in leaves
+        for path, x in jax.tree.leaves_with_path(tree)
     }
 
 
 @jax.jit
 def _checksum(x: jax.Array) -> jax.Array:
-    """Add up a hash of each word and its place (the last rounds of MurmurHash3), modulo 2**32: each device its own."""
+    """Add up a hash of each word and its place (the last rounds of MurmurHash3), modulo 2**32; each device adds up its own."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lp_jax import Serial, Solver
 from lp_jax._arrays import _check, _tree
@@ -17,7 +18,7 @@ from lp_jax.train._types import Batch, LossFn
 
 
 class Control(NamedTuple):
-    """Decision of a `Controller`: tolerances ``(2,)``, forward and adjoint; whether to train by serial propagation for now."""
+    """A decision of a `Controller`: the forward and the adjoint tolerance, ``(2,)``, and whether to train serially for now."""
 
     rtols: jax.Array
     serial: jax.Array
@@ -87,15 +88,13 @@ class Controller:
 
     def begin(self, solver: Solver, adjoint_solver: Solver) -> Control:
         """Return the first decision: the tolerances that the solvers have. Raise ValueError if one has none."""
-        rtols = []
         for name, each in (("solver", solver), ("adjoint_solver", adjoint_solver)):
             if each.rtol is None:
                 raise ValueError(
                     f"a controller sets {name}.rtol, and this {type(each).__name__} has none. Give it one, and a cap on its "
                     "iterations: Picard(sweeps=32, rtol=1e-2)."
                 )
-            rtols.append(self._within(float(each.rtol)))
-        return self._decision(rtols)
+        return self._decision(self._within([solver.rtol, adjoint_solver.rtol]))
 
     def due(self, step: int) -> bool:
         """Whether to probe before this step, the first being 0."""
@@ -107,7 +106,7 @@ class Controller:
         """Return the solvers of the steps that follow."""
         if control.serial:
             return Serial(), Serial()
-        # not as arrays: a step takes those of its state
+        # These are no arrays, because a step takes the arrays of its state.
         rtol, adjoint_rtol = control.rtols.tolist()
         replace: Any = dataclasses.replace
         return replace(solver, rtol=rtol), replace(adjoint_solver, rtol=adjoint_rtol)
@@ -119,45 +118,42 @@ class Controller:
 
         Errors and ``noise`` are relative to the norm of the exact gradient.
         """
-        rtols = [self._within(x) for x in control.rtols.tolist()]
-        gradients = 0
-        for _ in range(_ATTEMPTS):
-            gradients += _GRADIENTS
+        rtols = self._within(control.rtols)
+        for attempt in range(1, _ATTEMPTS + 1):
             pair = self.solvers(self._decision(rtols), solver, adjoint_solver)
-            row = {
+            row: dict[str, Any] = {
                 name: float(x)
                 for name, x in _measure(self.loss_fn, self.ranks, params, batch, *pair).items()
             }
             allowed = self.bound * (row["noise"] if self.of == "noise" else 1.0)
+            row["gradients"] = attempt * _GRADIENTS
             done = row.pop("result") == DONE
             within = done and row["error"] <= allowed
             last = rtols
-            rtols = []
-            for rtol, error in zip(last, (row["forward_error"], row["adjoint_error"]), strict=True):
-                # scaled so that its error comes to an equal part of the allowed one, in bounded steps
-                wanted = 4.0 if error == 0 else allowed / (2 * math.sqrt(2)) / error
-                rtols.append(
-                    self._within(
-                        rtol * min(4.0, max(0.05, wanted)) if math.isfinite(error) else self.least
-                    )
-                )
-            if within or not done or last == rtols:
+            errors = np.array([row["forward_error"], row["adjoint_error"]])
+            # Each tolerance is scaled so that its error comes to an equal part of the allowed one, in bounded steps.
+            wanted = allowed / (2 * math.sqrt(2)) / np.maximum(errors, np.finfo(float).tiny)
+            scaled = last * np.clip(wanted, 0.05, 4.0)
+            rtols = self._within(np.where(np.isfinite(errors), scaled, self.least))
+            if within or not done or np.array_equal(last, rtols):
                 break
         if not within:  # to be tried again at the next probe
             rtols = last
+        rtol, adjoint_rtol = rtols.tolist()
         row |= {
             "allowed": allowed,
-            "rtol": rtols[0],
-            "adjoint_rtol": rtols[1],
-            "gradients": gradients,
+            "rtol": rtol,
+            "adjoint_rtol": adjoint_rtol,
+            "serial": not within,
         }
-        return self._decision(rtols, serial=not within), {**row, "serial": not within}
+        return self._decision(rtols, serial=not within), row
 
-    def _decision(self, rtols: list[float], *, serial: bool = False) -> Control:
+    def _decision(self, rtols: np.ndarray, *, serial: bool = False) -> Control:
         return Control(jnp.asarray(rtols, jnp.float32), jnp.asarray(serial))
 
-    def _within(self, rtol: float) -> float:
-        return min(self.most, max(self.least, rtol))
+    def _within(self, rtols: Any) -> np.ndarray:
+        """Return tolerances as NumPy numbers from ``least`` to ``most``."""
+        return np.clip(np.asarray(rtols, float), self.least, self.most)
 
 
 _ATTEMPTS, _GRADIENTS = 5, 4  # largest number of attempts of a probe; gradients of an attempt
@@ -172,7 +168,7 @@ def _measure(
     solver: Solver,
     adjoint_solver: Solver,
 ) -> dict[str, jax.Array]:
-    """Errors and noise of the gradient, relative to the norm of the exact one."""
+    """Return errors and noise of the gradient, relative to the norm of the exact one."""
     size = max((len(x) for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=0)
     if size < 2:
         raise ValueError(

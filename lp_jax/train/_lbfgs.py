@@ -16,7 +16,7 @@ from lp_jax.train._ranks import Ranks, total
 
 
 class LBFGSState(NamedTuple):
-    """Memory of L-BFGS: parameters and gradient of the last update; the last steps and changes of the gradient."""
+    """The memory of L-BFGS: parameters and gradient of the last update, and the last steps and changes of the gradient."""
 
     updates: jax.Array  # their number
     params: PyTree
@@ -109,7 +109,7 @@ def _coefficients(products: jax.Array, updates: jax.Array) -> jax.Array:
 
 
 Trial = tuple[jax.Array, jax.Array, jax.Array, PyTree]
-"""Number of trials, the last one's length, whether it was good enough, and its trajectory."""
+"""The number of trials, the length of the last one, whether it was good enough, and its trajectory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

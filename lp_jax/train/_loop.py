@@ -16,6 +16,7 @@ import jax
 from lp_jax import Solver
 from lp_jax._arrays import _check
 from lp_jax._choice._fastest import Fastest, sweeps_to
+from lp_jax._levels._result import DONE
 from lp_jax._programs import _inputs
 from lp_jax.train._checkpoint import Checkpoints
 from lp_jax.train._controller import Controller
@@ -207,7 +208,7 @@ def fit(
 
 @dataclasses.dataclass
 class _Recorder:
-    """Turns metrics on the device into rows, warnings and, if they are not finite, an error."""
+    """Fetches metrics from the device, writes rows and warnings, and raises an error if they are not finite."""
 
     log: Log
     quiet: int  # number of steps during which a warning is not repeated
@@ -233,7 +234,7 @@ class _Recorder:
         step_time = (time.perf_counter() - self.clock) / len(fetched)
         for number, (epoch, metrics) in enumerate(fetched, step - len(fetched) + 1):
             info = metrics.info
-            norms = metrics.info.stats.residual_norms.tolist()
+            norms = info.stats.residual_norms.tolist()
             columns = {
                 "epoch": epoch,
                 "loss": metrics.loss,
@@ -255,28 +256,19 @@ class _Recorder:
                 raise DivergenceError(
                     f"{divergence_message(number, metrics, self.batch_of(number))} {said}"
                 )
-            self.warn(
-                "forward",
-                number,
-                convergence_warning("forward", norms, float(info.scale), int(info.result)),
-            )
-            if metrics.adjoint_result is not None:
-                self.warn(
-                    "adjoint",
-                    number,
-                    convergence_warning("adjoint", (), result=int(metrics.adjoint_result)),
-                )
+            scale, adjoint_result = float(info.scale), int(metrics.adjoint_result or DONE)
+            warnings = {
+                "forward": convergence_warning("forward", norms, scale, int(info.result)),
+                "adjoint": convergence_warning("adjoint", (), result=adjoint_result),
+            }
             if metrics.stuck:
-                self.warn(
-                    "line search",
-                    number,
+                warnings["line search"] = (
                     f"the line search tried {metrics.trials} step lengths, and none lowers the loss enough; the parameters stay "
                     "as they are. Loss and gradient may not fit each other: take more iterations, forward and adjoint. Or the "
-                    "training is at its end.",
+                    "training is at its end."
                 )
+            for solve, message in warnings.items():
+                if message and number - self.warned.get(solve, -math.inf) >= self.quiet:
+                    self.warned[solve] = number
+                    self.log.write(kind="warning", step=number, solve=solve, message=message)
         self.restart_clock()
-
-    def warn(self, solve: str, step: int, message: str | None) -> None:
-        if message is not None and step - self.warned.get(solve, -math.inf) >= self.quiet:
-            self.warned[solve] = step
-            self.log.write(kind="warning", step=step, solve=solve, message=message)

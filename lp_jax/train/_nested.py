@@ -1,7 +1,6 @@
 """Nested iteration: train a shallow network, then deeper ones, each from the parameters of the last one."""
 
 import contextlib
-import functools
 import inspect
 import itertools
 import operator
@@ -27,7 +26,7 @@ from lp_jax.train._types import Batch, LossFn, TrainState
 
 
 class Depth(NamedTuple):
-    """A part of nested iteration: ``epochs`` at one depth; of a network of several blocks, the longest has ``layers``."""
+    """A part of nested iteration: ``epochs`` at one depth. In a network of several blocks, the longest has ``layers``."""
 
     layers: int
     epochs: int
@@ -121,11 +120,12 @@ def nested(
     ]
     log = Log() if log is None else log
 
-    def check(factor: int, block: nn.LayerParallel) -> nn.LayerParallel:
-        return staying(block, factor * block.num_layers, how)
-
     for factor in itertools.accumulate(factors[1:], operator.mul):
-        on_trunk(model.trunk, functools.partial(check, factor))
+
+        def check(block: nn.LayerParallel, by: int = factor) -> nn.LayerParallel:
+            return staying(block, by * block.num_layers, how)
+
+        on_trunk(model.trunk, check)  # refuses layers that would change ranks before any training
 
     def newest() -> int:
         begun = (

@@ -70,7 +70,7 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
         )
         last = _tree.sum_of_squares(_tree.sub(increments, old))
     missed = last > rtol**2 * first
-    ratio = jnp.where(missed, last, jnp.ones_like(last)) / jnp.where(
-        missed, rtol**2 * first, jnp.ones_like(first)
-    )
-    return jnp.log10(ratio) / 2
+    # where it is met the quotient is one, because that of two zeros would have no gradient
+    one = jnp.ones_like(last)
+    quotient = jnp.where(missed, last, one) / jnp.where(missed, rtol**2 * first, one)
+    return jnp.log10(quotient) / 2

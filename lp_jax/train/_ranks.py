@@ -15,7 +15,8 @@ import numpy as np
 from lp_jax import MPIComm, Solver
 from lp_jax._arrays._types import PyTree
 from lp_jax._levels._result import ranked
-from lp_jax._programs._asked import asked, count_results
+from lp_jax._programs._asked import asked
+from lp_jax._programs._results import count_results
 from lp_jax.nn._solved import combined_stats
 from lp_jax.train._types import Batch, Loss, LossFn
 

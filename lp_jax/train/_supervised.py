@@ -302,10 +302,10 @@ def inner(
     def parts_of(model: Classifier) -> list[Any]:
         return list(getattr(model.trunk, "parts", [model.trunk]))
 
-    lengths = [
-        getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0
-        for part in parts_of(model)
-    ]
+    def length(part: Any) -> int:
+        return getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0
+
+    lengths = list(map(length, parts_of(model)))
     longest = lengths.index(max(lengths))
 
     def run(y: State, some: list[Any], context: dict[str, PyTree]) -> State:
@@ -323,11 +323,8 @@ def inner(
         y = run(merged.opening(x), parts[:longest], context)
         y1 = run(y, parts[longest : longest + 1], context)
         after = parts[longest + 1 :]
-        return (
-            y,
-            context,
-            jax.grad(lambda y: loss(merged.closing(run(y, after, context)), targets))(y1),
-        )
+        cotangent = jax.grad(lambda y: loss(merged.closing(run(y, after, context)), targets))(y1)
+        return y, context, cotangent
 
     y, context, cotangent = around(params, *split_batch(batch))
     return parts_of(nnx.merge(graphdef, params))[longest].problem(y, **context), cotangent

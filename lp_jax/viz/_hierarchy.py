@@ -11,14 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lp_jax import (
-    MGRIT,
-    Identity,
-    Newton,
-    Serial,
-    Solver,
-    Windowed,
-)
+from lp_jax import MGRIT, Identity, Newton, Serial, Solver, Windowed
 from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._sweeps import Sweeps
 from lp_jax.planning._schedule import Stop, count, path
@@ -29,20 +22,27 @@ from lp_jax.viz._style import (
     GREY,
     INK,
     LABEL,
-    NOTE,
     RED,
     bracket,
-    dress,
     figure,
-    legend,
+    legend_above,
     note,
-    whole_numbers,
+    styled,
 )
 
 _MOST_POINTS = 36  # of the finest level that are drawn in a row
 _MOST_ITERATIONS = 4  # that are drawn
+_MOST_WORDS = 9  # stops that are labelled in words
+_MOST_ALIKE = 4  # bars of all layers, where some are left out
+
+_DOWN: dict[str, Any] = {"color": BLUE, "linewidth": 2.4}
+_UP: dict[str, Any] = {"color": RED, "linewidth": 2.4, "linestyle": (0, (4, 1.5))}
+_COARSE: dict[str, Any] = {"color": RED}
+_FINE: dict[str, Any] = {"facecolor": "white", "edgecolor": BLUE, "linewidth": 1.4}
+_COARSEST: dict[str, Any] = {"color": INK, "marker": "D"}
 
 
+@styled
 def hierarchy(
     solver: Solver, num_layers: int, *, t1: float = 1.0, adjoint_solver: Solver | None = None
 ) -> Figure:
@@ -82,125 +82,94 @@ def hierarchy(
 def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
     """Draw the points of each level, in a row: all of them, or those of the first intervals."""
     layers = levels[0][0]
-    last = len(levels) - 1
-    spans = list(
-        itertools.accumulate((factor for _, factor in levels[:-1]), operator.mul, initial=1)
-    )
+    factors = [factor for _, factor in levels[:-1]]
+    spans = list(itertools.accumulate(factors, operator.mul, initial=1))
+    # whole intervals of the coarsest level are drawn, so that the last point shown is on all levels
     unit = spans[-1] if spans[-1] <= _MOST_POINTS else 1
     end = min(layers, _MOST_POINTS // unit * unit)
     size = float(np.clip(11000 / (end + 1) ** 1.15, 30, 130))
-    kinds: dict[str, dict[str, Any]] = {
-        "C-point: also on the next level": {"color": RED, "s": size},
-        "F-point": {"facecolor": "white", "edgecolor": BLUE, "linewidth": 1.4, "s": size * 0.55},
-        "coarsest level": {"color": INK, "s": size * 0.8, "marker": "D"},
-    }
-    coarse_point, fine_point, coarsest = kinds
     for level, ((steps, factor), span) in enumerate(zip(levels, spans, strict=True)):
         ax.axhline(-level, color="#BBBBBB", linewidth=1.2, zorder=1)
         numbers = np.arange(steps + 1)
         x = np.minimum(numbers * span, layers)
-        coarse = (numbers % factor == 0) | (numbers == steps)
         shown = x <= end
-        parts = {coarse_point: shown & coarse, fine_point: shown & ~coarse}
-        for kind, part in ({coarsest: shown} if factor == 1 else parts).items():
-            ax.scatter(x[part], np.full(part.sum(), -level), zorder=3, **kinds[kind])
-        if level < last:
-            ax.vlines(
-                x[shown & coarse],
-                -level - 1,
-                -level,
-                color=RED,
-                linewidth=0.8,
-                alpha=0.45,
-                zorder=2,
-            )
-        _row_label(
-            ax,
-            level,
-            f"level {level}\n{steps} steps, dt {'≤' if layers % span else '='} {dt * span:.4g}",
-        )
+        coarse = (numbers % factor == 0) | (numbers == steps)
+        points = [(shown & coarse, _COARSE, 1.0), (shown & ~coarse, _FINE, 0.55)]
+        last = level + 1 == len(levels)
+        for part, look, area in [(shown, _COARSEST, 0.8)] if last else points:
+            ax.scatter(x[part], np.full(part.sum(), -level), s=area * size, zorder=3, **look)
+        if not last:
+            line: dict[str, Any] = {"color": RED, "linewidth": 0.8, "alpha": 0.45, "zorder": 2}
+            ax.vlines(x[shown & coarse], -level - 1, -level, **line)
+        dt_of = f"dt {'≤' if layers % span else '='} {dt * span:.4g}"
+        _name_level(ax, level, f"level {level}\n{steps} steps, {dt_of}")
         if end < layers:
             ax.text(1.02 * end, -level, "···", ha="left", va="center", fontsize=18, color=GREY)
-    ax.set(xlim=(-0.6, (1.05 if end < layers else 1) * end + 0.6), ylim=(-last - 0.3, 0.3))
+    right = (1.05 if end < layers else 1) * end + 0.6
+    ax.set(xlim=(-0.6, right), ylim=(0.7 - len(levels), 0.3))
     ax.set_axis_off()
-    for kind, look in kinds.items():
-        ax.scatter([], [], label=kind, **look | {"s": 80})
-    legend(ax, "above", ncols=3)
+    ax.scatter([], [], s=80, label="C-point: also on the next level", **_COARSE)
+    ax.scatter([], [], s=80, label="F-point", **_FINE)
+    ax.scatter([], [], s=80, label="coarsest level", **_COARSEST)
+    legend_above(ax, ncols=3)
 
 
-def _row_label(ax: Axes, level: int, text: str) -> None:
-    transform = ax.get_yaxis_transform()
-    ax.text(
-        -0.02, -level, text, ha="right", va="center", fontsize=NOTE, color=INK, transform=transform
-    )
+def _name_level(ax: Axes, level: int, text: str) -> None:
+    """Write the name of a level on the left of its line."""
+    ax.text(-0.02, -level, text, ha="right", va="center", transform=ax.get_yaxis_transform())
 
 
 def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> None:
+    """Draw the stops from left to right, level below level, and name the iterations above them."""
     for i, (before, after) in enumerate(itertools.pairwise(stops)):
-        down = after.level > before.level
-        ax.plot([i, i + 1], [-before.level, -after.level], zorder=1, **(_DOWN if down else _UP))
+        look = _DOWN if after.level > before.level else _UP
+        ax.plot([i, i + 1], [-before.level, -after.level], zorder=1, **look)
     for i, stop in enumerate(stops):
         solved = stop.label == "solve"
-        ax.scatter(
-            [i],
-            [-stop.level],
-            s=200,
-            color=INK if solved else BLUE,
-            marker="D" if solved else "o",
-            zorder=3,
-        )
-        text = stop.label
-        if len(stops) <= _MOST_WORDS:
-            text = (
-                "coarse solve"
-                if solved
-                else f"{text}-relaxation"
-                if set(text) <= {"F", "C"}
-                else text
-            )
-            text = "final sweep" if i == len(stops) - 1 else text
-        ax.annotate(
-            text,
-            (i, -stop.level),
-            fontsize=LABEL,
-            color=INK,
-            textcoords="offset points",
-            **_label_place(stops, i),
-        )
+        look = {"color": INK, "marker": "D"} if solved else {"color": BLUE, "marker": "o"}
+        ax.scatter([i], [-stop.level], s=200, zorder=3, **look)
+        place = {"fontsize": LABEL, "textcoords": "offset points", **_label_place(stops, i)}
+        ax.annotate(_label(stops, i), (i, -stop.level), **place)
     starts = [i for i, stop in enumerate(stops) if stop.iteration is not None]
     for i, end in zip(starts, [*starts[1:], len(stops) - 1], strict=True):
         bracket(ax, i, end, 0.65, f"{stops[i].iteration}: {stops[i].title}")
     for level in range(levels):
         ax.axhline(-level, color="#E5E5E5", linewidth=1, zorder=0)
-        _row_label(ax, level, f"level {level}")
+        _name_level(ax, level, f"level {level}")
     more = len(starts) < solver.iterations
     if more:
         rest = f"···  {solver.iterations}\niterations"
-        ax.text(len(stops) - 0.6, -(levels - 1) / 2, rest, va="center", fontsize=NOTE, color=GREY)
+        ax.text(len(stops) - 0.6, -(levels - 1) / 2, rest, va="center", color=GREY)
     ax.set(xlim=(-0.7, max(len(stops), 4) - 0.3 + more), ylim=(-levels + 0.45, 1.05))
     ax.set_axis_off()
     ax.plot([], [], label="down: states and residuals are restricted", **_DOWN)
     ax.plot([], [], label="up: states are corrected", **_UP)
-    legend(ax, "above", ncols=2)
+    legend_above(ax, ncols=2)
 
 
-_MOST_WORDS = 9  # stops that are labelled in words
-_DOWN: dict[str, Any] = {"color": BLUE, "linewidth": 2.4}
-_UP: dict[str, Any] = {"color": RED, "linewidth": 2.4, "linestyle": (0, (4, 1.5))}
+def _label(stops: Sequence[Stop], i: int) -> str:
+    """Return the label of a stop, in words if there are few of them."""
+    label = stops[i].label
+    if len(stops) > _MOST_WORDS:
+        return label
+    if i + 1 == len(stops):
+        return "final sweep"
+    if label == "solve":
+        return "coarse solve"
+    return f"{label}-relaxation" if set(label) <= {"F", "C"} else label
 
 
 def _label_place(stops: Sequence[Stop], i: int) -> dict[str, Any]:
-    """Place of a label next to the path: above a peak, below a valley, else on the right."""
-    level, before, after = (stops[min(max(j, 0), len(stops) - 1)].level for j in (i, i - 1, i + 1))
-    if max(before, after) <= level:
+    """Return where a label stands next to the path: above a peak, below a valley, and otherwise on the right."""
+    level = stops[i].level
+    around = [stop.level for stop in (*stops[max(i - 1, 0) : i], *stops[i + 1 : i + 2])]
+    if max(around) <= level:
         return {"xytext": (0, -15), "ha": "center", "va": "top"}
-    if min(before, after) >= level:
+    if min(around) >= level:
         return {"xytext": (0, 14), "ha": "center", "va": "bottom"}
-    return {
-        "xytext": (11, 6 if after > level else -6),
-        "ha": "left",
-        "va": "bottom" if after > level else "top",
-    }
+    if stops[i + 1].level > level:
+        return {"xytext": (11, 6), "ha": "left", "va": "bottom"}
+    return {"xytext": (11, -6), "ha": "left", "va": "top"}
 
 
 def batches(solver: Solver, layers: int) -> list[tuple[int, int, str]]:
@@ -216,42 +185,30 @@ def batches(solver: Solver, layers: int) -> list[tuple[int, int, str]]:
 
 
 def _draw_batches(ax: Axes, every: Sequence[tuple[int, int, str]], layers: int, most: str) -> None:
-    alike = len(every) > 2 * _MOST_ALIKE and all(batch == (0, layers, batch[2]) for batch in every)
+    """Draw a bar for each batch, the first at the top; many that are alike are drawn in part."""
+    alike = len(every) > 2 * _MOST_ALIKE and all(batch[:2] == (0, layers) for batch in every)
     shown = [*every[: _MOST_ALIKE - 1], every[-1]] if alike else every
+    end = len(shown) + alike  # with room for the ones left out, before the last
     gap = 0.06 if len(shown) <= 32 else 0.0
-    times = [
-        *range(len(shown) - 1),
-        len(shown) - 1 + alike,
-    ]  # room for the ones left out, before the last
-    for now, (first, number, phase) in zip(times, shown, strict=True):
-        ax.broken_barh(
-            [(first, number)],
-            (now + gap, 1 - 2 * gap),
-            facecolor=COLOURS[phase],
-            linewidth=0,
-            zorder=2,
-        )
-    ax.set(xlim=(0, layers), ylim=(times[-1] + 1, 0))
-    dress(ax, x="layer", y="time, in evaluations\nthat wait for each other")
-    whole_numbers(ax.xaxis)
-    whole_numbers(ax.yaxis)
+    for now, (first, number, phase) in enumerate(shown):
+        top = end - 1 if now + 1 == len(shown) else now
+        place = (top + gap, 1 - 2 * gap)
+        ax.broken_barh([(first, number)], place, facecolor=COLOURS[phase], linewidth=0, zorder=2)
+    ylabel = "time, in evaluations\nthat wait for each other"
+    ax.set(xlim=(0, layers), ylim=(end, 0), xlabel="layer", ylabel=ylabel)
+    ax.locator_params(integer=True)
     if alike:
         rest = f"···  {most}{len(every) - len(shown)} more, like these"
-        ax.text(
-            layers / 2, times[-2] + 1.5, rest, ha="center", va="center", fontsize=LABEL, color=GREY
-        )
+        ax.text(layers / 2, end - 1.5, rest, ha="center", va="center", fontsize=LABEL, color=GREY)
         ax.set_yticks([])
+    plain = {"propagation": "a layer", "sweep": "a sweep: these layers at the same time"}
     phases = dict.fromkeys(phase for *_, phase in shown)
-    handles = [Patch(color=COLOURS[phase], label=_PLAIN.get(phase, phase)) for phase in phases]
-    legend(ax, "above", handles=handles, ncols=len(handles))
-
-
-_MOST_ALIKE = 4  # bars of all layers, where some are left out
-_PLAIN = {"propagation": "a layer", "sweep": "a sweep: these layers at the same time"}
+    handles = [Patch(color=COLOURS[phase], label=plain.get(phase, phase)) for phase in phases]
+    legend_above(ax, handles=handles, ncols=len(handles))
 
 
 class Described(NamedTuple):
-    """Title of a picture of a solve, and a note below it. ``grid`` and ``stops`` are empty for a single level.
+    """The title of a picture of a solve, and the note below it. ``grid`` and ``stops`` are empty for a single level.
 
     ``grid`` holds (number of steps, coarsening factor) of every level, finest first, and ``stops`` the path of the first
     iterations through the levels.

@@ -9,9 +9,13 @@ from matplotlib.ticker import NullLocator
 
 from lp_jax.planning import Plan
 from lp_jax.planning._words import code, numbered
-from lp_jax.viz._style import BLUE, GREEN, GREY, RED, dress, figure, legend, line_style, logarithmic
+from lp_jax.viz._style import BLUE, GREEN, GREY, RED, figure, line_style, logarithmic, styled
+
+_BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 2}  # of a legend
+_DIVIDED = {"data": "examples", "both": "layers and examples"}  # other fields name themselves
 
 
+@styled
 def plan(found: Plan) -> Figure:
     """Draw an `lp_jax.plan`: error against predicted time of each solver, and the speedup on more devices.
 
@@ -35,30 +39,26 @@ def plan(found: Plan) -> Figure:
     *first, ax = fig.subplots(1, 2 if looked_at else 1, squeeze=False)[0]
     if first:
         _draw_errors(first[0], found, looked_at)
-    lines = {
-        "layers": "layers",
-        "data": "examples",
-        "both": "layers and examples",
-        "pipeline": "pipeline",
-    }
-    for i, (field, name) in enumerate(lines.items()):
+    for i, field in enumerate(("layers", "data", "both", "pipeline")):
         points = [
             (row.devices, found.serial_seconds / seconds)
             for row in found.scaling()
             if (seconds := getattr(row, field)) is not None
         ]
         if points:
+            name = _DIVIDED.get(field, field)
             ax.plot(*zip(*points, strict=True), label=name, **line_style(i))
     ax.axhline(1.0, color=GREY, linewidth=0.8)
     ax.set_xscale("log", base=2)
     ax.xaxis.set(major_formatter="{x:g}", minor_locator=NullLocator())
     logarithmic(ax, "y")
-    legend(ax, "below")
-    dress(ax, x="devices", y="times as fast as one device", title="Speedup on more devices")
+    ax.legend(**_BELOW)
+    ax.set(xlabel="devices", ylabel="times as fast as one device", title="Speedup on more devices")
     return fig
 
 
 def _draw_errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]]) -> None:
+    """Draw a point for each solver whose gradient was measured; ``looked_at`` are their milliseconds and errors."""
     for name, good, marker, colour in (
         ("exact enough", True, "o", BLUE),
         ("not exact enough", False, "x", GREY),
@@ -66,29 +66,17 @@ def _draw_errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]
         points = [(ms, error) for ms, error in looked_at if (error <= result.error) is good]
         if points:
             ax.plot(*zip(*points, strict=True), marker, color=colour, markersize=8, label=name)
-    if result.best.error:
-        ax.plot(
-            1e3 * result.best.cost.seconds,
-            result.best.error,
-            "o",
-            color=BLUE,
-            markersize=15,
-            mfc="none",
-            label="best",
-        )
+    best = result.best
+    if best.error:
+        at = 1e3 * best.cost.seconds, best.error
+        ax.plot(*at, "o", color=BLUE, markersize=15, mfc="none", label="best")
     ax.axvline(1e3 * result.serial.cost.seconds, color=RED, linewidth=1.8, label="serial")
-    ax.axhline(
-        result.error,
-        color=GREEN,
-        linewidth=1.4,
-        linestyle="--",
-        label=f"asked for: {result.error:.0e}",
-    )
+    asked = f"asked for: {result.error:.0e}"
+    ax.axhline(result.error, color=GREEN, linewidth=1.4, linestyle="--", label=asked)
     logarithmic(ax, "x", "y")
-    legend(ax, "below")
-    dress(
-        ax,
-        x="ms per training step, predicted",
-        y="error of the gradient",
+    ax.legend(**_BELOW)
+    ax.set(
+        xlabel="ms per training step, predicted",
+        ylabel="error of the gradient",
         title="Solvers: cost and error",
     )

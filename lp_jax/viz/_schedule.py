@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lp_jax import Serial, Solver
+from lp_jax import Serial, Solver, layer_slices
 from lp_jax._arrays import _check
 from lp_jax.planning._schedule import count
 from lp_jax.planning._words import numbered, summary
@@ -20,16 +21,15 @@ from lp_jax.viz._style import (
     BLUE,
     GREEN,
     INK,
-    NOTE,
     ORANGE,
     PURPLE,
     RED,
     SKY,
     bracket,
-    dress,
     figure,
-    legend,
+    legend_above,
     note,
+    styled,
 )
 
 COLOURS = collections.defaultdict(
@@ -71,6 +71,7 @@ class Timeline(NamedTuple):
     end: float
 
 
+@styled
 def schedule(
     solver: Solver, num_layers: int, *, workers: int = 8, adjoint_solver: Solver | None = None
 ) -> Figure:
@@ -106,22 +107,12 @@ def schedule(
     ax.broken_barh([(0, shown)], (workers - _LANE / 2, _LANE), facecolor="#DDDDDD", zorder=1)
     text = f"{serially:g} evaluations" + (", beyond the picture →" if shown < serially else "")
     at, side = (0.99, "right") if shown > end / 2 else (1.02, "left")
-    ax.text(at * shown, workers, text, ha=side, va="center", fontsize=NOTE, color=INK)
-    ax.set(xlim=(0, end), ylim=(workers + 0.6, -1.6))
-    names = {}
-    owned = parts(solver.resolve(num_layers), num_layers, workers)
-    for worker in range(0, workers, math.ceil(workers / _MOST_LABELS)):  # some, if there are many
-        own = owned[worker]
-        some = (
-            f"layers {own[0]}-{own[-1]}"
-            if len(own) > 1
-            else f"layer {own[0]}"
-            if own
-            else "no layers"
-        )
-        names[worker] = f"worker {worker}: {some}"
-    ax.set_yticks([*names, workers], [*names.values(), "serial,\none worker"])
-    dress(ax, x="time, in evaluations of a layer", y="")
+    ax.text(at * shown, workers, text, ha=side, va="center")
+    ax.set(xlim=(0, end), ylim=(workers + 0.6, -1.6), xlabel="time, in evaluations of a layer")
+    runs = layer_slices(num_layers, workers, solver, adjoint_solver)
+    named = range(0, workers, math.ceil(workers / _MOST_LABELS))  # some, if there are many
+    names = [f"worker {worker}: {_layers(runs[worker])}" for worker in named]
+    ax.set_yticks([*named, workers], [*names, "serial,\none worker"])
     ax.grid(False)
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
@@ -129,7 +120,7 @@ def schedule(
     handles: list[Artist] = [Patch(color=COLOURS[phase], label=phase) for phase in phases]
     if there.messages or back.messages:
         handles += ax.plot([], [], color=INK, marker="v", linewidth=1.4, label="message")
-    legend(ax, "above", handles=handles, ncols=4, columnspacing=1.4)
+    legend_above(ax, handles=handles, ncols=4, columnspacing=1.4)
     turns = "one after another" if solver.at_once in ("auto", 1) else "at once"
     text = f"Forward: {summary(solver)}. Adjoint: {summary(adjoint_solver)}. "
     text += f"A worker evaluates its layers {turns}; messages take no time here."
@@ -141,18 +132,18 @@ def schedule(
     return fig
 
 
+def _layers(run: slice) -> str:
+    """Return the layers of a worker in words."""
+    if run.stop - run.start > 1:
+        return f"layers {run.start}-{run.stop - 1}"
+    return f"layer {run.start}" if run.stop > run.start else "no layers"
+
+
 def timelines(pair: tuple[Solver, Solver], layers: int, workers: int) -> tuple[Timeline, Timeline]:
-    """Forward and adjoint solve, each from time 0."""
+    """Return the forward and the adjoint solve, each of which begins at time 0."""
     kept = pair[0].resolve(layers).keeps_states
     forward = _timeline(pair[0], layers, workers, kept=kept, adjoint=False)
     return forward, _timeline(pair[1], layers, workers, kept=kept, adjoint=True)
-
-
-def parts(solver: Solver, layers: int, workers: int) -> list[range]:
-    """Return the layers of each worker: whole intervals of the coarsest level; none are left for the last ones."""
-    unit = solver.unit(layers)
-    size = math.ceil(math.ceil(layers / unit) / workers) * unit
-    return [range(min(n * size, layers), min((n + 1) * size, layers)) for n in range(workers)]
 
 
 def _timeline(solver: Solver, layers: int, workers: int, *, kept: bool, adjoint: bool) -> Timeline:
@@ -160,7 +151,8 @@ def _timeline(solver: Solver, layers: int, workers: int, *, kept: bool, adjoint:
 
     Events that belong together are a loop that goes from worker to worker, messages at one time, or a batch.
     """
-    workers = sum(map(bool, parts(solver.resolve(layers), layers, workers)))  # those with layers
+    runs = layer_slices(layers, workers, solver)
+    workers = sum(run.stop > run.start for run in runs)  # those with layers
     events = count(solver, layers, workers=workers, at_once=1, kept=kept, adjoint=adjoint).events
     blocks = []
     messages = []
@@ -191,7 +183,7 @@ def _timeline(solver: Solver, layers: int, workers: int, *, kept: bool, adjoint:
 
 
 def _lengths(events: Iterable[Event]) -> list[tuple[str, float]]:
-    """Return phases and their lengths; a transpose and the evaluation that it belongs to are one block."""
+    """Return the phases and their lengths, where a transpose and the evaluation that it belongs to are one block."""
     lengths: list[tuple[str, float]] = []
     last = ""  # kind
     for event in events:
@@ -205,6 +197,7 @@ def _lengths(events: Iterable[Event]) -> list[tuple[str, float]]:
 
 
 def _draw(ax: Axes, line: Timeline, start: float) -> None:
+    """Draw a solve that begins at ``start``: a lane for each worker, and the messages between lanes."""
     lanes = collections.defaultdict(list)
     for block in line.blocks:
         lanes[block.worker, block.phase].append((start + block.start, block.end - block.start))
@@ -213,13 +206,11 @@ def _draw(ax: Axes, line: Timeline, start: float) -> None:
         ax.broken_barh(
             spans, place, facecolor=COLOURS[phase], edgecolor="white", linewidth=1.0, zorder=2
         )
-    for message in line.messages:
-        way = message.to - message.worker
-        ends = (message.worker + way * _LANE / 2, message.to - way * _LANE / 2)
-        ax.plot(
-            [start + message.time] * 2, ends, color=INK, linewidth=1.4, zorder=3, label="_message"
-        )
     if line.messages:
-        times = [start + message.time for message in line.messages]
-        places = [message.to - way * (_LANE / 2 + 0.08) for message in line.messages]
-        ax.scatter(times, places, marker="v" if way > 0 else "^", s=24, color=INK, zorder=3)
+        worker, to, sent = np.array(line.messages).T
+        way = to[0] - worker[0]  # the same for all messages of a solve
+        times = start + sent
+        ends = [worker + way * _LANE / 2, to - way * _LANE / 2]
+        ax.plot([times, times], ends, color=INK, linewidth=1.4, zorder=3)
+        tips = to - way * (_LANE / 2 + 0.08)
+        ax.scatter(times, tips, marker="v" if way > 0 else "^", s=24, color=INK, zorder=3)

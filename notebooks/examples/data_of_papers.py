@@ -3,12 +3,12 @@ r"""The data sets of the papers, each in ten lines of reading. A script to read,
     python notebooks/examples/data_of_papers.py mnist ~/mnist --out mnist.npz
 
 reads a data set that you have downloaded, says what is in it, and with ``--out`` writes it as arrays ``x``, ``y``, ``test_x``
-and ``test_y``, which ``lp_jax.data.arrays("mnist.npz")`` takes (of a treebank and of series: ``numpy.load``). Take the function
-that you need into your own script. Where the files come from stands in each function.
+and ``test_y``. ``lp_jax.data.arrays("mnist.npz")`` reads them; for treebanks and series take ``numpy.load``. Copy the function
+that you need into your own script. Each function says where its files come from.
 
 Files from the network may be damaged, or made to do harm, so the readers keep three rules. A packed file may unpack to
 256 MiB, or to 100 times its size, and no more. Nothing is unpickled. A parser that has crashed on damaged files runs in a
-process of its own, with bounds on its memory and its time. Any file that does not fit is a ValueError with its name.
+process of its own, with bounds on its memory and its time. A file that does not fit raises a ValueError with its name.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def reading(path):
 
 
 def check(true, said):
-    """Refuse what is no data set; an assertion would vanish under ``python -O``."""
+    """Refuse a file unless ``true``. An assertion would vanish under ``python -O``."""
     if not true:
         raise ValueError(said)
 
@@ -183,7 +183,10 @@ def shapes(folder, size=32):
 
 
 def packed_shapes(folder):
-    """Voxels with one bit each, written by ``numpy.packbits(x[..., 0] > 0, axis=-1)``: meshes take minutes, these seconds."""
+    """Voxels with one bit each, written by ``numpy.packbits(x[..., 0] > 0, axis=-1)``.
+
+    Reading meshes takes minutes, but reading these takes seconds.
+    """
     parts = []
     for split in ("train", "test"):
         path = Path(folder, f"voxels_{split}.npz")

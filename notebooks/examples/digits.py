@@ -32,9 +32,8 @@ def load(seed):
     """Return inputs (samples, pixels) and classes: those to train with, then those to test with."""
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype(np.float32)
-    train_x, test_x, train_y, test_y = train_test_split(
-        x, y, test_size=0.2, stratify=y, random_state=seed
-    )
+    parts = train_test_split(x, y, test_size=0.2, stratify=y, random_state=seed)
+    train_x, test_x, train_y, test_y = parts
     return (train_x, train_y), (test_x, test_y)
 
 
@@ -82,15 +81,12 @@ def draw(losses, accuracies, truth, answers):
 
 def main():
     parser = argparse.ArgumentParser(description="Train a deep dense network on digits.")
-    parser.add_argument("--layers", type=int, default=256)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=50)
-    parser.add_argument("--epochs", type=int, default=10)
+    for name, value in {"layers": 256, "width": 32, "batch": 50, "epochs": 10}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
 
     (train_x, train_y), (test_x, test_y) = load(seed=0)
-    sizes = train_x.shape[1], args.width, args.layers, train_y.max() + 1
-    params = init(jax.random.key(0), *sizes)
+    params = init(jax.random.key(0), train_x.shape[1], args.width, args.layers, train_y.max() + 1)
     optimizer = optax.adam(3e-3)
     state = optimizer.init(params)
 

@@ -73,14 +73,7 @@ def main(arguments=None):
 
     x, _ = grid(args.points)
     times = jnp.linspace(0, 2 * np.pi, args.steps + 1)  # any times that increase
-    problem = lp_jax.Problem(
-        step,
-        None,  # no parameters; the number of steps is that of the entries of data, here not used
-        jnp.sin(x),
-        data=jnp.zeros(args.steps),
-        t1=times,
-        has_aux=True,
-    )
+    problem = lp_jax.Problem(step, None, jnp.sin(x), t1=times, steps=args.steps, has_aux=True)
     settings = {
         "levels": args.levels,
         "coarsening": args.coarsening,

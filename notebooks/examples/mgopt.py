@@ -4,7 +4,7 @@ r"""MG/Opt: training steps on a shallow network correct those of a deep one. A s
 
 trains by MG/Opt, and for the same work by the optimizer alone, and prints both losses. MG/Opt is multigrid with the
 parameters as unknowns. A cycle takes ``pre`` steps of the optimizer on the deep network, hands its problem to a network with
-fewer layers, adds the change of its parameters, and takes ``post`` steps. The coarse problem is to minimise
+fewer layers, adds the change of that network's parameters, and takes ``post`` steps. The coarse problem is to minimise
 
     f_H(theta_H) - v . theta_H,    v = grad f_H(R theta) - P^T grad f(theta),
 
@@ -12,7 +12,7 @@ so that its gradient at the start is that of the fine level, restricted. P repea
 (`nn.coarsen`), so P^T = factor * R. A line search along P (theta_H - R theta) says how much of that change is taken.
 
 In our measurements it saves nothing (docs/benchmarks.md): at half of the work, the deep network alone was better. The networks
-here have one trunk in one process, and no running statistics: a step of yours would have to take over ``info.replace``.
+here have one trunk in one process, and no running statistics. With such statistics, your step has to take over ``info.replace``.
 
 Nash, "A multigrid approach to discretized optimization problems", Optimization Methods and Software 14 (2000); von Planta,
 Kopanicakova, Krause, "Training of deep residual networks with stochastic MG/OPT", arXiv:2108.04052 (2021).

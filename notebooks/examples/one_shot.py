@@ -2,9 +2,10 @@ r"""One-shot training: states, gradients and parameters converge together. A scr
 
     python notebooks/examples/one_shot.py --layers 64 --steps 60
 
-Every step needs the same examples. One sweep forward and two back begin where those of the step before ended, so that they
-are enough. The script trains so and, to compare, exactly; it prints both losses and draws one_shot.png: loss against the
-number of layers that are evaluated one after another. L-BFGS chooses the direction, and a line search the length of a step.
+Every step needs the same examples. One sweep forward and two back are enough, because they begin where those of the step
+before ended. The script trains in this way and, to compare, exactly. It prints both losses and draws one_shot.png, the loss
+against the number of layers that are evaluated one after another. L-BFGS chooses the direction of a step, and a line search
+its length.
 
 docs/training.md says when this pays: with many devices, for full batches.
 """

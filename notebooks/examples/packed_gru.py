@@ -2,14 +2,14 @@ r"""A bidirectional GRU over packed sequences, with resets and masks. A script t
 
     python notebooks/examples/packed_gru.py --length 128 --steps 200
 
-Short sequences stand one after another in rows of one length, so that little is padding. Three arrays say what is where:
-``segments``, the number of the sequence of each place, 0 in the padding; from it follow the places at which a sequence begins
-and at which it ends. A recurrent network reads a whole row. It takes its first state again wherever a sequence begins (read
-backwards: ends), so that no sequence sees another one, and padding changes nothing.
+Short sequences stand one after another in rows of one length, so that little is padding. Three arrays say what is where.
+``segments`` has the number of the sequence at each place, and 0 in the padding. From it follow the places at which a sequence
+begins and those at which it ends. A recurrent network reads a whole row. It takes its first state again wherever a sequence
+begins (or ends, if it reads backwards), so that no sequence sees another one, and padding changes nothing.
 
 The model is two ``lax.scan`` loops, one of them reversed. ``lp_jax.parallel`` solves both for all places at once, with
-Newton's method here, and the model does not know. The task needs both directions: of every symbol, is it the first symbol of
-its sequence, the last one, both, or neither?
+Newton's method here, and the code of the model does not change. The task needs both directions. It asks of every symbol
+whether it is the first symbol of its sequence, the last one, both, or neither.
 """
 
 import argparse
@@ -31,38 +31,33 @@ def sequences(number, random, longest=24):
 
 
 def pack(x, y, length):
-    """Return symbols, labels and segments as ``(rows, length)``; each sequence goes into the first row with enough room."""
-    rows, free = [], []
-    for number, each in enumerate(x):
-        fits = [row for row, room in enumerate(free) if room >= len(each)]
-        if not fits:
-            rows.append([])
-            free.append(length)
-            fits = [len(rows) - 1]
-        rows[fits[0]].append(number)
-        free[fits[0]] -= len(each)
-    symbols, labels, segments = (np.zeros((len(rows), length), np.int32) for _ in range(3))
-    for row, numbers in enumerate(rows):
-        start = 0
-        for segment, number in enumerate(numbers, 1):
-            end = start + len(x[number])
-            symbols[row, start:end], labels[row, start:end] = x[number], y[number]
-            segments[row, start:end] = segment
-            start = end
+    """Return symbols, labels and segments as ``(rows, length)``; a sequence without room begins a new row."""
+    row, end, places = 0, 0, []
+    for each in x:
+        if end + len(each) > length:
+            row, end = row + 1, 0
+        places.append((row, slice(end, end + len(each))))
+        end += len(each)
+    symbols, labels, segments = (np.zeros((row + 1, length), np.int32) for _ in range(3))
+    for number, place in enumerate(places):
+        symbols[place], labels[place], segments[place] = x[number], y[number], number + 1
     return symbols, labels, segments
 
 
 def init(key, hidden):
     """Return the parameters: an embedding, a GRU for each direction, and the last layer."""
-    shapes = {"gates": (2 * hidden, 2 * hidden), "new": (2 * hidden, hidden), "first": (hidden,)}
-    shapes = {"embed": (SYMBOLS, hidden), "last": (2 * hidden, CLASSES)} | {
-        way: dict(shapes) for way in ("forward", "backward")
-    }
-    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda node: isinstance(node, tuple))
-    keys = jax.random.split(key, len(leaves))
-    pairs = zip(keys, leaves, strict=True)
-    drawn = [jax.random.normal(key, shape) / np.sqrt(shape[0]) for key, shape in pairs]
-    return jax.tree.unflatten(tree, drawn)
+    keys = iter(jax.random.split(key, 8))
+
+    def draw(*shape):
+        return jax.random.normal(next(keys), shape) / np.sqrt(shape[0])
+
+    wide = 2 * hidden
+    forward, backward = (
+        {"gates": draw(wide, wide), "new": draw(wide, hidden), "first": draw(hidden)}
+        for _ in range(2)
+    )
+    ends = {"embed": draw(SYMBOLS, hidden), "last": draw(wide, CLASSES)}
+    return {"forward": forward, "backward": backward, **ends}
 
 
 def gru(weights, x, fresh, real, reverse):
@@ -94,18 +89,16 @@ def scores(params, symbols, segments):
 def loss(params, batch):
     """Return the mean cross-entropy over the places that are not padding."""
     symbols, labels, segments = batch
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(
-        scores(params, symbols, segments), labels
-    )
+    found = scores(params, symbols, segments)
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(found, labels)
     return jnp.sum(losses * (segments > 0)) / jnp.sum(segments > 0)
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="A bidirectional GRU over packed sequences.")
-    parser.add_argument("--length", type=int, default=128, help="of a row")
-    parser.add_argument("--sequences", type=int, default=100)
-    parser.add_argument("--hidden", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=200, help="of the optimizer")
+    sizes = {"length": 128, "sequences": 100, "hidden": 16, "steps": 200}  # a row has this length
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args(arguments)
 
     random = np.random.default_rng(0)
@@ -117,18 +110,19 @@ def main(arguments=None):
     newton = lp_jax.Newton(iterations=12, relaxations=16, batch_axes=1, rtol=1e-4, fallback=True)
     solved = lp_jax.parallel(loss, solver=newton)
     print(lp_jax.scans(loss, solver=newton)(params, batch))
-    gradient = jax.jit(jax.value_and_grad(solved))
-    exact, found = jax.jit(jax.grad(loss))(params, batch), gradient(params, batch)[1]
-    wrong = optax.tree.norm(optax.tree.sub(found, exact)) / optax.tree.norm(exact)
-    print(f"error of the gradient: {wrong:.0e}")
+    print(f"error of the gradient: {lp_jax.gradient_error(solved)(params, batch).relative:.0e}")
 
     optimizer = optax.adam(1e-2)
-    update = jax.jit(optimizer.update)
     state = optimizer.init(params)
+
+    @jax.jit
+    def update(params, state):
+        value, gradient = jax.value_and_grad(solved)(params, batch)
+        change, state = optimizer.update(gradient, state)
+        return optax.apply_updates(params, change), state, value
+
     for number in range(1, args.steps + 1):
-        value, found = gradient(params, batch)
-        change, state = update(found, state)
-        params = optax.apply_updates(params, change)
+        params, state, value = update(params, state)
         if number % 50 == 0 or number == args.steps:
             print(f"step {number}: loss {value:.3f}")
 

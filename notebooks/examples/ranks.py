@@ -2,10 +2,10 @@ r"""Layers over MPI ranks, with checkpoints. A script to read, to copy and to ch
 
     mpirun -n 2 python notebooks/examples/ranks.py --folder runs/ranks --epochs 5
 
-Each rank is a process with its own layers. All ranks call all functions. Ctrl-C, or SIGTERM at any rank, ends all of them after
-the same step, which is saved; the same command then goes on from there to the numbers of a run without a break, and so does
-``python notebooks/examples/ranks.py`` on one rank, or on four. ``--copies 2`` on four ranks makes two copies of the
-network, each of which takes half of every batch.
+Each rank is a process with its own layers. All ranks call all functions. Ctrl-C, or SIGTERM at any rank, ends all ranks after
+the same step and saves it. The same command then goes on from there, and reaches the numbers of a run without a break. So does
+``python notebooks/examples/ranks.py`` on one rank, or on four. ``--copies 2`` on four ranks makes two copies of the network,
+each of which takes half of every batch.
 
 The folder gets the checkpoints, and rows.jsonl with a row for each step. A run that was killed repeats the steps after its last
 checkpoint, so the last row of a step is the one that counts. docs/nodes.md says how to install MPI.

@@ -3,11 +3,11 @@ r"""Layers over several devices: relay, pipeline, MGRIT. A script to read, to co
     python notebooks/examples/several_devices.py --devices 4
 
 prints the seconds of a gradient and its relative error, and draws several_devices.png. The relay goes from device to device.
-The pipeline sends one microbatch after another on the same way. MGRIT lets all devices begin at once, each with its own part
-of the layers, and corrects their states; this has an error, which more cycles make smaller.
+The pipeline sends one microbatch after another the same way. MGRIT lets all devices begin at once, each with its own part of
+the layers, and corrects their states. This has an error, but more cycles make it smaller.
 
-Without accelerators the processor is cut into as many devices. They share its cores, so the errors hold, and the seconds say
-little. On GPUs leave out that line. docs/workers.md compares the ways on devices that are emulated.
+Without accelerators the processor is cut into as many devices. They share its cores, so the errors hold, but the seconds say
+little. On GPUs leave out the line with ``jax_num_cpu_devices``. docs/workers.md compares the ways on emulated devices.
 """
 
 import argparse

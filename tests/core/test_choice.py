@@ -17,7 +17,7 @@ from lp_jax._choice._fastest import SERIAL, SWEEPS, Layers, choose, typical
 from lp_jax._choice._footprint import Footprint
 from lp_jax._choice._processor import CPU, processor
 from lp_jax._levels import _result
-from lp_jax._programs import _asked
+from lp_jax._programs import _results
 
 H200 = processor("gpu", "NVIDIA H200")
 
@@ -453,7 +453,7 @@ def test_an_overflow_is_the_worst_of_several_ends():
     assert int(results.forward) == _result.NON_FINITE < _result.NOT_FALLING == int(milder.forward)
     codes = jnp.asarray([_result.NOT_FALLING, _result.NON_FINITE, _result.DONE])
     with pytest.warns(UserWarning, match="the state is not finite"):
-        _asked.Results(codes, jnp.zeros(3, jnp.int32)).warn()
+        _results.Results(codes, jnp.zeros(3, jnp.int32)).warn()
     np.testing.assert_array_equal(_result.ranked(_result.ranked(codes)), codes)
 
 
@@ -485,7 +485,7 @@ def test_a_loop_hears_of_a_fallback_once():
     )  # forward and adjoint
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _asked.Results(jnp.int32(_result.DONE), jnp.int32(_result.SERIAL)).warn()
+        _results.Results(jnp.int32(_result.DONE), jnp.int32(_result.SERIAL)).warn()
 
 
 NAMED = {
@@ -700,7 +700,7 @@ OF_A_TPU = {
     "pre-norm block": (
         Footprint(131_084, 98_304, 2.1e6, kernels=7, operations=28, numbers=74_144.0),
         32,
-        "Serial",
+        "Picard",
         1,
     ),
     "four dense layers with norms": (
@@ -725,6 +725,60 @@ def test_a_tpu_unrolls_and_sweeps_where_the_compilers_cycles_say_so(name):
     assert (type(pair[0]).__name__, v5e.serial_unroll(layer)) == (solver, unrolled)
     assert H200.serial_unroll(layer) == 8 and v5e.loop_unroll(4, lambda: None) == 1
     assert v5e.at_once(layer, 256) == H200.at_once(layer, 256) == 256
+
+
+@pytest.mark.parametrize(
+    ("layer", "state", "best"),
+    [
+        (
+            Footprint(66_060, 262_656, 8.4e6, kernels=3, operations=6, numbers=131_329.0),
+            2**17,
+            "Picard",
+        ),
+        (
+            Footprint(4_198_412, 2_101_248, 5.4e8, kernels=3, operations=6, numbers=1.05e6),
+            2**20,
+            "Serial",
+        ),
+    ],
+    ids=["dense, 128 wide", "dense, 1,024 wide"],
+)
+def test_a_relay_over_chips_takes_turns_and_sweeps_gain_on_it(layer, state, best):
+    """By the cycles of eight v5e: 1.55 and .61 of a scan on one; of narrow layers the turns cost more than the layers."""
+    v5e, layers = processor("tpu", "TPU v5 lite"), 128
+    at = Layers(layer, layers, 8, v5e, state=state, examples=0, numbers=128, recurrent=False)
+    pair, _ = choose(at)
+    assert type(pair[0]).__name__ == best
+    turns = dataclasses.replace(v5e, turn_kernels=0.0, turn_passes=0.0)
+    _, without = choose(at._replace(processor=turns), None)
+    _, relay = choose(at, None)
+    assert relay - without == pytest.approx(
+        8 * 4.5 * 3 * v5e.launch + layers * 6 * state / v5e.bandwidth, rel=1e-6
+    )
+
+
+def test_a_mesh_of_chips_that_are_not_here_has_their_numbers():
+    """The kind is that of the mesh's devices, also without `planning.assume`."""
+    fields = ("platform", "device_kind", "id", "process_index")
+    chip = dataclasses.make_dataclass("Chip", fields, frozen=True)
+    chips = np.array([chip("tpu", "TPU v5", n, 0) for n in (0, 1)])
+    mesh = jax.sharding.Mesh(chips, ("layers",), axis_types=(jax.sharding.AxisType.Auto,))
+    problem = lp_jax.scanned(*dense(64, 64, 8)).replace(comm=lp_jax.MeshComm(mesh))
+    with planning.assume("v5p"):
+        wanted = planning.default(problem)
+    with planning.assume("v5e"):
+        assert planning.default(problem).seconds > wanted.seconds
+    assert planning.default(problem) == wanted
+
+
+def test_a_convolution_is_a_product_on_a_tpu_only():
+    """Its products take as long as the numbers of other operations do elsewhere; on a TPU there are its results."""
+    layer = Footprint(0, 0, 0.0, numbers=1e9, convolved=9e8)
+    v5e, cpu = processor("tpu", "TPU v5 lite"), processor("cpu")
+    assert cpu.one(layer, steps=1) == cpu.one(layer._replace(convolved=0.0), steps=1)
+    assert v5e.one(layer, steps=1) == v5e.one(Footprint(0, 0, 0.0, numbers=1e8), steps=1)
+    compute = layer._replace(convolved=9e8, numbers=9e8)
+    assert v5e.one(compute, steps=1) == 2 * 9e8 / v5e.flops
 
 
 def test_a_scan_that_the_default_leaves_exact_is_still_solved_on_a_tpu():

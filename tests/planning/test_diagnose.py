@@ -96,10 +96,23 @@ def test_resets_are_no_growth():
 def test_what_converges_too_slowly_is_no_yes():
     """Both took 15 and 9 sweeps; one device evaluates all layers in no time, the other one layer after another."""
     one = Rehearsal(lp_jax.Picard(sweeps=32, rtol=1e-3), lp_jax.Picard(sweeps=32), 15, 9, 0, 0)
-    found = Diagnosis(N, 4, 1.0, 0.0, (one,), sweep=1e-3, serial=27e-3)
+    found = Diagnosis(N, 4, 1.0, 0.0, 0, sweep=1e-3, serial=27e-3, rehearsals=(one,))
     assert found.verdict.endswith("Converges: Picard.")
+    assert found.answer == "yes: Picard takes at least 27 sweeps, Serial() the time of 27.0"
     found = dataclasses.replace(found, serial=26e-3)
     assert found.verdict.endswith("not to be faster than Serial() here: Picard. Take Serial().")
+    assert str(found).startswith("no: Picard takes at least 27 sweeps, Serial() the time of 26.0\n")
+    found = dataclasses.replace(found, rehearsals=(one._replace(result=1),))
+    assert found.answer == "no: none converges"
+    assert found.verdict.endswith("Does not converge: Picard. Take Serial().")
+
+
+def test_no_rehearsal_starts_when_time_is_over(capsys):
+    """The time is said first, and what was left out last."""
+    found = planning.diagnose(network(1.0), seconds=0.0)
+    assert capsys.readouterr().err.startswith("diagnose: at most 0 s")
+    assert not found.rehearsals and found.answer.startswith("unknown")
+    assert found.verdict.endswith("Left out for lack of time: Picard, MGRIT, Newton.")
 
 
 def recurrent(batch=16, width=8):
@@ -161,9 +174,9 @@ def test_what_is_predicted_is_what_is_taken(name):
             assert abs(r.adjoint_iterations - int(stats.iterations)) <= 2
     if name == "recurrent":  # it forgets, and sweeps do not converge
         assert [r.converges for r in found.rehearsals] == [False, False, True]
-        assert "Converges: Newton. Does not: Picard, MGRIT." in found.verdict
+        assert "Converges: Newton. Does not converge: Picard, MGRIT." in found.verdict
         text = str(found)
-        assert repr(found) == text and text.startswith("64 layers, measured on 4 examples\n")
+        assert repr(found) == text and "\n64 layers, measured on 4 examples\n" in text
         assert (
             "Lyapunov exponent       -" in text
             and f"-        -  {code(found.rehearsals[0].solver)}" in text

@@ -226,6 +226,33 @@ def test_no_measurement_starts_when_time_is_over(measured, monkeypatch, seconds,
         )
 
 
+def test_a_plan_says_its_time_first_and_probes_although_calibration_took_all_of_it(
+    measured, monkeypatch, clock, capsys
+):
+    """Otherwise no error of a gradient would be known."""
+
+    def probe(*pair):
+        clock[0] += 1.0
+        return probed(0.5)
+
+    monkeypatch.setattr(_plan, "_probe", lambda *args: probe)
+    found = lp_jax.plan(deep(64), seconds=1.0)
+    assert capsys.readouterr().err.startswith("plan: at most 1 s;")
+    assert any(choice.probed for choice in found.choices) and "?" not in str(found)
+    with pytest.raises(ValueError, match="error must be"):
+        lp_jax.plan(deep(64), error=0.0)
+    assert len(measured[0]) == 1 and not capsys.readouterr().err
+
+
+def test_a_measurement_starts_only_if_the_longest_one_would_fit(clock):
+    deadline = _measure.Deadline(10.0)
+    for spent, allowed in ((4.0, True), (2.0, True), (0.0, True), (0.0, True)):
+        assert deadline.allows("short") == allowed
+        clock[0] += spent
+    clock[0] += 0.5  # 3.5 seconds are left, and the longest measurement took 4
+    assert not deadline.allows("long") and deadline.left_out == ["long"]
+
+
 def test_long_calls_have_few_samples(monkeypatch):
     """Fifteen samples, or those that start in two seconds; a given number is always taken."""
     monkeypatch.setattr(_measure, "_SAMPLES", 15)
@@ -451,6 +478,62 @@ def test_solvers_of_the_user_are_probed_first_and_a_compiled_program_runs_to_its
     found = planning.choose(1024, UNFILLED, probe=probe, seconds=0.3, solvers=[own])
     assert asked[0] == own and len(asked) == 4  # time is over after two; the fourth is exact enough
     assert found.best.error == 1e-3 and found.unprobed == 0
+
+
+def network_of_shapes(examples, data):
+    """Eight layers, whose inputs have examples or are one number; nothing to run."""
+
+    def step(y, at):
+        inputs = at.shared[None] + (at.data if data else 0)
+        return y + at.dt * jnp.tanh(y @ at.params + inputs)
+
+    weights, state, shared = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16, 16), (examples, 16), (16,))
+    )
+    inputs = jax.ShapeDtypeStruct((8, *data), jnp.float32) if data else None
+    return lp_jax.Problem(step, weights, state, data=inputs, shared=shared)
+
+
+def test_ways_to_spread_a_network_are_compiled_and_compared():
+    """Each of four devices has a quarter of what is spread: of the weights, or of the examples."""
+    mesh = jax.make_mesh((4,), ("any",), devices=jax.devices()[:4])
+    found = lp_jax.plan(
+        network_of_shapes(8, ()), topology=mesh, solvers=[lp_jax.Picard(sweeps=1)], error=1e-3
+    )
+    weights, state, shared = 8 * 16 * 16 * 4, 8 * 16 * 4, 16 * 4
+    by_layer = weights // 4 + state + shared
+    assert {way: one.memory["arguments"] for way, one in found.spread.items()} == {
+        "one device": weights + state + shared,
+        "examples": weights + state // 4 + shared,
+        "weights": (weights + state) // 4 + shared,
+        "layers: pipeline": by_layer,
+        "layers and examples: pipeline": (weights + state) // 2 + shared,
+        "layers: Fastest()": by_layer,
+        "layers: Serial()": by_layer,
+        "layers: Picard(sweeps=1)": by_layer,
+    }
+    assert not found.spread["one device"].messages and found.spread["examples"].messages
+    assert found.workers == 4 and found.solver == lp_jax.Serial()  # no error is known
+    lines = str(found).split("A loss and its gradient, compiled\n")[1].splitlines()
+    assert len(lines) == 1 + len(found.spread) and lines[0].split()[:2] == ["GiB", "a"]
+    assert lines[1].split()[1] == "fits" and lines[1].endswith("  one device")
+
+
+def test_without_examples_for_every_device_only_layers_are_spread():
+    """Nor are there pipelines where layers have data, which may be of single examples, too."""
+    mesh = jax.make_mesh((2,), ("any",), devices=jax.devices()[:2])
+    divided = lp_jax.plan(network_of_shapes(2, (2, 16)), topology=mesh).spread
+    inputs = 8 * 2 * 16 * 4
+    assert divided["one device"].memory["arguments"] == 2 * (
+        divided["weights"].memory["arguments"] - 16 * 4 // 2
+    )
+    assert divided["layers: Serial()"].memory["arguments"] >= inputs // 2
+    assert not [way for way in divided if "pipeline" in way]
+    found = lp_jax.plan(network_of_shapes(3, ()), topology=mesh)
+    assert list(found.spread) == ["one device", "layers: Fastest()", "layers: Serial()"]
+    full = planning.Compiled("a chip", 1, {"all": 2**31}, 2**30, 1.0)
+    lines = str(dataclasses.replace(found, spread={"one device": full})).splitlines()
+    assert lines[-1].split()[:4] == ["2", "OUT", "OF", "MEMORY"]
 
 
 @pytest.mark.parametrize(
