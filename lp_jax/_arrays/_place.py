@@ -42,7 +42,7 @@ def _unconstrained(operation: Operation) -> Operation:
         places = eqn.primitive.name in ("sharding_constraint", "reshard", "mesh_cast")
         return ins if places else operation(eqn, ins)
 
-    return through_calls(each, ("jit", "pjit"))
+    return through_calls(each, {"jit", "pjit"})
 
 
 def automatic(program: Any) -> Any:

@@ -1,6 +1,6 @@
 """Programs (jaxprs): walked, followed, and evaluated in another way."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -13,6 +13,11 @@ from lp_jax._arrays import _tree
 def array_type(v: core.Var | core.Literal) -> Any:
     """The type of an array in a program; a type checker knows ``aval`` as that of any value."""
     return v.aval
+
+
+def variables(values: Sequence[Any]) -> list[core.Var]:
+    """The variables among the operands or results of operations; the others are literals."""
+    return [v for v in values if not isinstance(v, core.Literal)]
 
 
 def live(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -156,7 +161,7 @@ def evaluate(
     return [read(v) for v in jaxpr.outvars]
 
 
-def through_calls(operation: Operation, calls: Sequence[str]) -> Operation:
+def through_calls(operation: Operation, calls: Set[str]) -> Operation:
     """The same operation, on the programs within calls of these names instead of on the calls."""
 
     def each(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:

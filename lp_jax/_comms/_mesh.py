@@ -303,7 +303,7 @@ class OnMesh(Workers):
         turns = count + self.active - 1
         # Where kernels are launched, idle devices would wait anyway, and the loop's length is known. Over other axes of the mesh
         # the compiler may exchange something in a step (halos), for which devices of a CPU all wait.
-        # Workers within those of another engine know no processor.
+        # Within a comm that wraps this one, the processor is not known.
         wide = self.processor is not None and self.processor.wide
         everyone = wide or self.mesh.size > self.size
         send = functools.partial(self.shift, by=by)

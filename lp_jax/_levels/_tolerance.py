@@ -61,7 +61,25 @@ class Progress(NamedTuple):
         errors = self.errors.at[self.done].set(error.astype(self.errors.dtype))
         return self._replace(errors=errors)
 
-    def compared(self, y0: State, magnitudes: State, sizes: State) -> "Progress":
+    def compare_residuals(
+        self, y0: State, residuals: State, sizes: State, rtol: float | jax.Array
+    ) -> "Progress":
+        """Compare the largest residuals with the first ones, or with the sizes of the states if these are smaller."""
+        progress = self._in_first_sizes(y0, residuals, sizes)
+        error = error_of_residuals(y0, residuals, sizes)
+        return progress.within(_ratio(error, jnp.minimum(1, progress.errors[0])), rtol)
+
+    def compare_changes(
+        self, y0: State, found: "Changes", rtol: float | jax.Array
+    ) -> tuple["Progress", Scalar]:
+        """Compare the error that is left with ``rtol``; the second result is what `hopeless` compares ``errors`` with."""
+        progress = self._in_first_sizes(y0, found.change, found.size)
+        error = error_of_changes(y0, found).astype(self.errors.dtype)
+        left = left_after(error, progress.errors, self.done)
+        goal = jnp.asarray(rtol, error.dtype) * jnp.minimum(1, progress.last / error)
+        return progress.within(left, rtol), goal
+
+    def _in_first_sizes(self, y0: State, magnitudes: State, sizes: State) -> "Progress":
         """Write down the largest changes, or residuals, of this iteration in sizes of the first one."""
         # a component may be zero until another one has moved it
         sizes = jax.tree.map(
@@ -179,11 +197,6 @@ def _largest_root(squares: State) -> Scalar:
 def eps_of(x: jax.Array) -> float:
     """Rounding of numbers of an array's dtype."""
     return float(jnp.finfo(x.dtype).eps)
-
-
-def relative_to_first(error: Scalar, first: Scalar) -> Scalar:
-    """The error of residuals in parts of the first one, or of the states if these are smaller."""
-    return _ratio(error, jnp.minimum(1, first))
 
 
 def left_after(error: Scalar, errors: jax.Array, k: jax.Array) -> Scalar:

@@ -13,10 +13,8 @@ import jax
 from jax.extend import core
 
 from lp_jax._arrays._place import nowhere, placed_here, retyped
-from lp_jax._arrays._products import array_type, bind, evaluate, through_calls
+from lp_jax._arrays._products import CALLS, array_type, bind, evaluate, through_calls, variables
 from lp_jax._arrays._types import PyTree
-
-_CALLS = "jit", "pjit", "closed_call", "checkpoint", "remat2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +53,7 @@ def in_two_passes(
     transpose: Callable[..., tuple[PyTree, PyTree]], lam: PyTree, sources: PyTree, operands: PyTree
 ) -> TwoPasses:
     """Cut a transposed step, ``transpose(lam, sources, operands)``, from the shapes of its arguments."""
-    given, inline = (lam, sources, operands), through_calls(bind, _CALLS)
+    given, inline = (lam, sources, operands), through_calls(bind, CALLS - {"custom_jvp_call"})
     arguments = jax.tree.map(lambda x: x.update(sharding=nowhere(x)), given)
     calls = jax.make_jaxpr(transpose)(*arguments)
     whole = jax.make_jaxpr(lambda *x: evaluate(calls.jaxpr, calls.consts, x, inline))(
@@ -65,20 +63,20 @@ def in_two_passes(
     entering, gradients = jaxpr.invars[:count], jaxpr.outvars[count:]
     follows = set(entering)
     for eqn in jaxpr.eqns:
-        if not follows.isdisjoint(_variables(eqn.invars)):
+        if not follows.isdisjoint(variables(eqn.invars)):
             follows.update(eqn.outvars)
     waited_for = [e for e in _needed(jaxpr.eqns, jaxpr.outvars[:count]) if _in(follows, e.outvars)]
     made = {*entering, *(v for eqn in waited_for for v in eqn.outvars)}
     # what is made of one value of the first pass is made there, too: it would be passed on in its place
     near = set(made)
     for eqn in jaxpr.eqns:
-        if len(_variables(eqn.invars)) == 1 and _in(near, eqn.invars):
+        if len(variables(eqn.invars)) == 1 and _in(near, eqn.invars):
             near.update(eqn.outvars)
     late = tuple(not _in(near, [v]) for v in gradients)
     rest = [eqn for eqn in jaxpr.eqns if not _in(made, eqn.outvars)]
     outs = [v for v, is_late in zip(gradients, late, strict=True) if is_late]
     second = _needed(rest, outs)
-    read = dict.fromkeys(v for eqn in second for v in _variables(eqn.invars))
+    read = dict.fromkeys(v for eqn in second for v in variables(eqn.invars))
     passed = [v for v in read if v in made]
     early = [v for v, is_late in zip(gradients, late, strict=True) if not is_late]
     results = [*jaxpr.outvars[:count], *early, *passed]
@@ -93,17 +91,13 @@ def in_two_passes(
 
 def _needed(eqns: Sequence[core.JaxprEqn], results: Sequence[Any]) -> list[core.JaxprEqn]:
     """The operations that the results need."""
-    wanted, needed = set(_variables(results)), []
+    wanted, needed = set(variables(results)), []
     for eqn in reversed(eqns):
         if not wanted.isdisjoint(eqn.outvars):
             needed.append(eqn)
-            wanted.update(_variables(eqn.invars))
+            wanted.update(variables(eqn.invars))
     return needed[::-1]
 
 
-def _variables(values: Sequence[Any]) -> list[core.Var]:
-    return [v for v in values if isinstance(v, core.Var)]
-
-
 def _in(some: set[core.Var], values: Sequence[Any]) -> bool:
-    return not some.isdisjoint(_variables(values))
+    return not some.isdisjoint(variables(values))

@@ -14,11 +14,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._check import register
-from lp_jax._arrays._products import CALLS, array_type, bind, evaluate
+from lp_jax._arrays._products import (
+    CALLS,
+    array_type,
+    bind,
+    evaluate,
+    live,
+    through_calls,
+    variables,
+)
 from lp_jax._arrays._types import CPoints, PyTree, SliceStep, Stacked, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
@@ -55,14 +62,16 @@ def split(
     ):
         return "leaves of several shapes, or that are not real"
     closed, inputs = jax.make_jaxpr(step)(u, x, shared), jax.tree.leaves((u, x, shared))
-    whole = jax.make_jaxpr(lambda args, consts: _inlined(closed.jaxpr, consts, args))(
+    inline = through_calls(_with_broadcasts, CALLS)
+    # a trace of its evaluation has neither calls nor rules of derivatives
+    whole = jax.make_jaxpr(lambda args, consts: evaluate(closed.jaxpr, consts, args, inline))(
         inputs, closed.consts
     ).jaxpr
     n, sizes = len(leaves), (1, leaves[0].size)
     moving, varying = set(whole.invars[:n]), set(whole.invars[n : n + of_x])
     early, late, single = [], [], {}
-    for equation in dce_jaxpr(whole, [True] * len(whole.outvars))[0].eqns:
-        name, operands = equation.primitive.name, dict.fromkeys(_variables(equation.invars))
+    for equation in live(whole).eqns:
+        name, operands = equation.primitive.name, dict.fromkeys(variables(equation.invars))
         if not moving & operands.keys():
             early.append(equation)
             varying.update(equation.outvars if varying & operands.keys() else ())
@@ -76,7 +85,7 @@ def split(
         late += [*(single.pop(v) for v in operands if v in single), equation]
         moving.update(equation.outvars)
     known = {*whole.invars[:n], *(v for equation in late for v in equation.outvars)}
-    used = _variables([*(v for equation in late for v in equation.invars), *whole.outvars])
+    used = variables([*(v for equation in late for v in equation.invars), *whole.outvars])
     needed = sorted(
         dict.fromkeys(v for v in used if v not in known), key=lambda v: v not in varying
     )
@@ -85,25 +94,12 @@ def split(
     return first, rest, len(varying.intersection(needed)), closed.consts
 
 
-def _variables(atoms: Sequence[core.Var | core.Literal]) -> list[core.Var]:
-    return [v for v in atoms if not isinstance(v, core.Literal)]
-
-
-def _inlined(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluate a program; a trace of it has no calls, no rules of derivatives, and broadcasts as operations of their own."""
-
-    def operation(equation: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-        if equation.primitive.name in CALLS:
-            called: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            return _inlined(
-                getattr(called, "jaxpr", called), getattr(called, "consts", ()), operands
-            )
-        if equation.primitive.name in _BY_ITSELF:
-            shape = array_type(equation.outvars[0]).shape
-            operands = [jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in operands]
-        return bind(equation, operands)
-
-    return evaluate(jaxpr, consts, args, operation)
+def _with_broadcasts(equation: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+    """The operation as it was, after broadcasts of its operands as operations of their own."""
+    if equation.primitive.name in _BY_ITSELF:
+        shape = array_type(equation.outvars[0]).shape
+        operands = [jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in operands]
+    return bind(equation, operands)
 
 
 def _evaluate(rest: core.Jaxpr, operands: Sequence[jax.Array], block: int) -> list[jax.Array]:

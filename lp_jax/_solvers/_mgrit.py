@@ -122,9 +122,7 @@ class MGRIT(Solver):
                 "cycle", self.cycle, VISITS, otherwise="or a function f(levels, u) -> (u, residual)"
             )
         _check.one_of("start", self.start, ("cascade", "guess"))
-        _check.one_of("storage", self.storage, ("c_points", "all"))
-        _check.at_once(self.at_once)
-        _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
+        self.check_settings("c_points")
         for pair in self._transfers():
             if pair is not None and not (
                 isinstance(pair, tuple) and len(pair) == 2 and all(map(callable, pair))

@@ -175,9 +175,7 @@ class Newton(AllStates):
             raise TypeError(
                 f"jacobian_of must be a function of the form of the step; got {self.jacobian_of!r}."
             )
-        _check.one_of("storage", self.storage, ("states", "all"))
-        _check.at_once(self.at_once)
-        _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
+        self.check_settings()
 
     def for_adjoint(self) -> Solver:
         return dataclasses.replace(self, iterations=1, relaxations=0) if self._is_exact else self

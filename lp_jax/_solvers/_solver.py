@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from lp_jax._arrays import _tree
+from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import Advance, CPoints, Points, PyTree, Scalar, Slices, State, Transfer
 from lp_jax._comms._mesh import anywhere
 from lp_jax._levels._chain import Chain
@@ -23,12 +23,8 @@ from lp_jax._levels._sweep import march, sweep
 from lp_jax._levels._tolerance import (
     Progress,
     changes,
-    error_of_changes,
-    error_of_residuals,
     growth,
     hopeless,
-    left_after,
-    relative_to_first,
     unit_of,
 )
 from lp_jax._solvers._coarse_step import Coarse, CoarseStep
@@ -137,12 +133,9 @@ class Solver(CoarseStep):
         level = levels[0]
         progress = self._compare_norm(level, residual, progress)
         if self.rtol is not None:
-            sizes = largest(self.c_points(levels, after))
-            found = level.workers.max(stop_gradient((residual.largest, sizes)))
-            progress = progress.compared(level.y0, *found)
-            error = error_of_residuals(level.y0, *found)
-            left = relative_to_first(error, progress.errors[0])
-            progress = progress.within(left, self.rtol)
+            both = residual.largest, largest(self.c_points(levels, after))
+            residuals, sizes = level.workers.max(stop_gradient(both))
+            progress = progress.compare_residuals(level.y0, residuals, sizes, self.rtol)
         return self._give_up(progress)
 
     def _compare_norm(self, level: Level, residual: Residual, progress: Progress) -> Progress:
@@ -188,6 +181,12 @@ class Solver(CoarseStep):
     def for_adjoint(self) -> "Solver":
         """Return the default solver of the adjoint system, which is linear."""
         return self
+
+    def check_settings(self, least: str = "states") -> None:
+        """Refuse what does not fit of the settings that all solvers with iterations have; ``least`` is the smaller storage."""
+        _check.one_of("storage", self.storage, (least, "all"))
+        _check.at_once(self.at_once)
+        _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
 
     @property
     def keeps_states(self) -> bool:
@@ -238,11 +237,7 @@ class AllStates(Solver):
                 kept = jax.tree.map(lambda x: jnp.where(finite, x, jnp.inf), found.change)
                 found = found._replace(change=kept)
             found = level.workers.max(stop_gradient(found))
-            progress = progress.compared(level.y0, found.change, found.size)
-            error = error_of_changes(level.y0, found).astype(progress.errors.dtype)
-            left = left_after(error, progress.errors, progress.done)
-            progress = progress.within(left, self.rtol)
-            goal = jnp.asarray(self.rtol, error.dtype) * jnp.minimum(1, progress.last / error)
+            progress, goal = progress.compare_changes(level.y0, found, self.rtol)
         return self._give_up(progress, goal if self.errors_fall_fast else None)
 
     def finish(

@@ -57,9 +57,7 @@ class Sweeps(AllStates):
                 "sweeps must be at least 1; got 0. A coarse step that does nothing is Identity()."
             )
         _check.integer("sweeps", self.sweeps, least=1)
-        _check.one_of("storage", self.storage, ("states", "all"))
-        _check.at_once(self.at_once)
-        _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
+        self.check_settings()
 
     @property
     def iterations(self) -> int:

@@ -196,6 +196,23 @@ def test_what_is_registered_for_a_solver_is_taken(page):
     )  # changes no number of a solve
 
 
+@pytest.mark.parametrize(
+    ("end", "result"), [("met", "done as asked"), ("given_up", "the residual norm did not")]
+)
+def test_a_solver_says_when_its_iterations_end(end, result, page):
+    """By a rule of its own in the place of a tolerance: here after the third iteration."""
+
+    @fields
+    class Patient(page["BlockJacobi"]):
+        def terminate(self, levels, before, after, residual, progress):
+            assert before.shape == after.shape == (levels[0].intervals, 4, 8)
+            return progress._replace(**{end: progress.done == 2})
+
+    solution = page["problem"].solve(solver=Patient(rtol=1.0, iterations=8))
+    assert int(solution.stats.iterations) == 3
+    assert lp_jax.RESULTS[int(solution.stats.result)].startswith(result)
+
+
 def test_a_coarse_step_of_a_class_runs_is_planned_and_drawn(page):
     """The interval's first layer, for all of its time."""
 
