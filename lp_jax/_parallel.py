@@ -43,9 +43,10 @@ _WALKED = (
 )
 _LEFT = "left as it is: "
 _NO_SCAN = (
-    "got a function without a scan, {}, and solves nothing. Stack the equal blocks of a Python loop and scan over them: "
-    "jax.lax.scan(lambda x, block: (apply(block, x), None), x, jax.tree.map(lambda *x: jnp.stack(x), *blocks)), or for NNX "
-    "modules nnx.scan over lp_jax.nn.stack(blocks)"
+    "got a function without a scan, {}, and solves nothing. Stack the equal blocks of a Python "
+    "loop and scan over them: jax.lax.scan(lambda x, block: (apply(block, x), None), x, "
+    "jax.tree.map(lambda *x: jnp.stack(x), *blocks)), or for NNX modules nnx.scan over "
+    "lp_jax.nn.stack(blocks)"
 )
 _REFUSED = TypeError, ValueError, NotImplementedError, NameError
 
@@ -338,13 +339,15 @@ class Rules:
             return stays("its step takes the gradient of a scan, as in a loop over training steps")
         if self.in_gradient and self.strict:
             raise ValueError(
-                "lp_jax.pipeline got a function that takes a gradient. Take the gradient of the pipeline: "
-                "jax.grad(lambda params: lp_jax.pipeline(loss, ...)(params, batches).mean())."
+                "lp_jax.pipeline got a function that takes a gradient. Take the gradient of the "
+                "pipeline: jax.grad(lambda params: lp_jax.pipeline(loss, ...)(params, "
+                "batches).mean())."
             )
         if self.in_gradient:
             warnings.warn(
-                "lp_jax.parallel got a function that takes a gradient, and leaves its scans as they are. Take the gradient of "
-                "the parallel function: jax.grad(lp_jax.parallel(loss)).",
+                "lp_jax.parallel got a function that takes a gradient, and leaves its scans as "
+                "they are. Take the gradient of the parallel function: "
+                "jax.grad(lp_jax.parallel(loss)).",
                 stacklevel=2,
             )
             return stays("part of a gradient; lp_jax.parallel goes inside")
@@ -372,7 +375,8 @@ class Rules:
         """Say that a scan is left as it is; of one with scans inside, these are looked at."""
         if self.strict:
             raise ValueError(
-                f"lp_jax.pipeline cannot spread a scan, {_source(eqn)}: {why.rstrip('.')}. Take that out of the scan, or this "
+                f"lp_jax.pipeline cannot spread a scan, {_source(eqn)}: {why.rstrip('.')}. Take "
+                f"that out of the scan, or this "
                 "scan out of the function."
             )
         if not _has_scan(eqn.params["jaxpr"].jaxpr.eqns):
@@ -385,7 +389,8 @@ class Rules:
         named = solver is not None and not solver.chooses
         if self.tell is None and (named or self.comm is not None):
             warnings.warn(
-                f"lp_jax.parallel {what}. If that is meant, name no solver and no comm, or return False from where(scan).",
+                f"lp_jax.parallel {what}. If that is meant, name no solver and no comm, or return "
+                f"False from where(scan).",
                 stacklevel=2,
             )
 

@@ -71,8 +71,10 @@ def pipeline(
     rules = Rules(solver=Serial(), comm=where, strict=True)
     if not any(axis is not None for axis in jax.tree.leaves(in_axes, is_leaf=lambda x: x is None)):
         raise ValueError(
-            f"pipeline needs an axis of microbatches in at least one argument; got in_axes={in_axes!r}. Give it the axis as for "
-            "jax.vmap, like in_axes=(None, 0) for (params, x), with x.reshape(8, -1, *x.shape[1:]) for 8 microbatches."
+            f"pipeline needs an axis of microbatches in at least one argument; got "
+            f"in_axes={in_axes!r}. Give it the axis as for "
+            "jax.vmap, like in_axes=(None, 0) for (params, x), with x.reshape(8, -1, *x.shape[1:]) "
+            "for 8 microbatches."
         )
 
     @functools.wraps(f)

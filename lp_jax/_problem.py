@@ -98,8 +98,8 @@ class Problem(_inputs.Network):
         """Return the `Solution` and its pullback, as `lp_jax.solve_vjp` does; the arguments are the same."""
         if self.comm != OneDevice() and jax.sharding.get_abstract_mesh().explicit_axes:
             raise ValueError(
-                "solve_vjp does not work over a mesh inside jax.set_mesh with explicit axes. Call it outside of it, on the same "
-                "arrays; or take jax.vjp of lp_jax.solve."
+                "solve_vjp does not work over a mesh inside jax.set_mesh with explicit axes. Call "
+                "it outside of it, on the same arrays; or take jax.vjp of lp_jax.solve."
             )
         program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
         (y1, aux, rest), pull = program.vjp(arrays)
@@ -329,12 +329,14 @@ def _spec(x: jax.Array) -> PartitionSpec:
 
 
 _FORWARD_MODE = (
-    "Forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd) reached lp_jax.solve with an iterative solver, which has "
-    "a gradient in reverse mode: take jax.grad, jax.vjp or jax.jacrev. Products with Hessians, jax.jvp of jax.grad, work, and "
-    "so does jax.hessian. solver=lp_jax.Serial() is differentiated in both modes."
+    "Forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd) reached lp_jax.solve with "
+    "an iterative solver, which has a gradient in reverse mode: take jax.grad, jax.vjp or "
+    "jax.jacrev. Products with Hessians, jax.jvp of jax.grad, work, and so does jax.hessian. "
+    "solver=lp_jax.Serial() is differentiated in both modes."
 )
 _RESTART = (
-    "Solution.trajectory is a restart value and has no gradient; the loss depends on it. To differentiate states, let the "
-    "step return them as aux: `return y, y` with has_aux=True, and read Solution.aux. To start another solve from it, pass "
+    "Solution.trajectory is a restart value and has no gradient; the loss depends on it. To "
+    "differentiate states, let the step return them as aux: `return y, y` with has_aux=True, and "
+    "read Solution.aux. To start another solve from it, pass "
     "jax.lax.stop_gradient(solution.trajectory)."
 )

@@ -197,7 +197,8 @@ def _started(body: Body, init: PyTree, xs: Stacked, length: Any) -> tuple[PyTree
     for path, leaf in jax.tree.leaves_with_path(xs):
         if leaf.ndim == 0:
             raise ValueError(
-                f"xs{jax.tree_util.keystr(path)} is a scalar; every leaf of xs must have the layers as its leading axis."
+                f"xs{jax.tree_util.keystr(path)} is a scalar; every leaf of xs must have the "
+                f"layers as its leading axis."
             )
     # lists of leaves, as classes of others may convert what they hold
     kinds = jax.eval_shape(
@@ -228,8 +229,10 @@ def _fixed(
     ):
         if follow and not known:
             raise _IntegersFollow(
-                f"init{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, and body computes it from floating-point leaves of "
-                "the carry, which are solved for iteratively. Return it as y instead, or make it floating point."
+                f"init{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, and body computes it "
+                f"from floating-point leaves of "
+                "the carry, which are solved for iteratively. Return it as y instead, or make it "
+                "floating point."
             )
     state = lax.stop_gradient(_inexact(leaves))
 
@@ -246,9 +249,10 @@ def refuse_stretched(solver: Solver | None, adjoint_solver: Solver | None) -> No
     for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
         if value is not None and getattr(value, "stretches_dt", False):
             raise ValueError(
-                f"{name}={value!r} has a coarse step that takes one layer with a longer dt for several. A scan's body knows no "
-                "dt: take coarse_step=Picard(sweeps=1), the default, or bring the layers as lp_jax.solve(step, ...), whose "
-                "step gets its dt."
+                f"{name}={value!r} has a coarse step that takes one layer with a longer dt for "
+                f"several. A scan's body knows no "
+                "dt: take coarse_step=Picard(sweeps=1), the default, or bring the layers as "
+                "lp_jax.solve(step, ...), whose step gets its dt."
             )
 
 
@@ -259,7 +263,8 @@ class _IntegersFollow(TypeError):
 def _refuse_split(comm: Comm, what: str) -> None:
     if comm.splits:
         raise ValueError(
-            f"{what} needs all layers in one place, and comm={comm!r} gives each process only its own. Use MeshComm, or one "
+            f"{what} needs all layers in one place, and comm={comm!r} gives each process only its "
+            f"own. Use MeshComm, or one "
             "process."
         )
 

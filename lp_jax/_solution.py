@@ -69,7 +69,8 @@ class Solution(NamedTuple):
         """Return the solution itself, or raise `SolveError`; not under jit. Serial propagation after all is not a failure."""
         if isinstance(self.result, jax.core.Tracer):
             raise SolveError(
-                "raise_if_failed() was called under jit or another transformation; call it on what they return."
+                "raise_if_failed() was called under jit or another transformation; call it on what "
+                "they return."
             )
         codes = {int(code) for code in jnp.ravel(self.result)} - {DONE, SERIAL, FELL_BACK}
         if codes:
@@ -122,7 +123,8 @@ def interpolate(y0: State, trajectory: CPoints, count: int) -> CPoints:
     if len(lengths) != 1 or 0 in lengths or not _inputs.alike(y0, _tree.entry_like(trajectory)):
         shapes, points = (jax.tree.map(jnp.shape, tree) for tree in (y0, trajectory))
         raise ValueError(
-            f"trajectory must be states like y0, {shapes}, stacked along a first axis of one length, at least 1; got {points}."
+            f"trajectory must be states like y0, {shapes}, stacked along a first axis of one "
+            f"length, at least 1; got {points}."
         )
     (number,) = lengths
     place = np.arange(1, count + 1) * number / count

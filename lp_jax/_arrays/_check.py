@@ -130,7 +130,8 @@ def check_arguments(f: T) -> T:
                 else "..."
             )
             raise TypeError(
-                f"{title} {wanted}; got {_short_repr(extra)}, too. Name it: {name}={_short_repr(extra)}."
+                f"{title} {wanted}; got {_short_repr(extra)}, too. Name it: "
+                f"{name}={_short_repr(extra)}."
             )
         for name in kwargs:
             if not (others or name in names):

@@ -55,14 +55,17 @@ class Fastest(Solver):
         rtol = self.rtol
         if rtol is not None and not (isinstance(rtol, float) and 0 < rtol < 0.05):
             raise ValueError(
-                f"rtol of Fastest must be a float between 0 and 0.05, or None for exact methods only; got {rtol!r}. Some of the "
-                "tolerances are 20 times as large, and the choice depends on it, so that it cannot be traced."
+                f"rtol of Fastest must be a float between 0 and 0.05, or None for exact methods "
+                f"only; got {rtol!r}. Some of the "
+                "tolerances are 20 times as large, and the choice depends on it, so that it cannot "
+                "be traced."
             )
 
     def resolve(self, steps: int = 1, *, warm: bool = False) -> NoReturn:
         raise ValueError(
-            f"{self!r} stands for solvers that are chosen for a whole network, and here a single method is wanted. Name one, "
-            f"like Picard(...) or Serial(); lp_jax.planning.default(problem, solver={self!r}) returns those that it stands for."
+            f"{self!r} stands for solvers that are chosen for a whole network, and here a single "
+            f"method is wanted. Name one, like Picard(...) or Serial(); "
+            f"lp_jax.planning.default(problem, solver={self!r}) returns those that it stands for."
         )
 
     iterations = keeps_states = property(resolve)

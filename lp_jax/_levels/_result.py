@@ -13,21 +13,24 @@ RESULTS = {
     DONE: "done as asked",
     SERIAL: "one layer after another, as nothing is predicted to be faster here; the result is exact",
     FELL_BACK: (
-        "the residual norm did not come down to the tolerance, and the layers were propagated one after another instead: the "
-        "result is right, but took longer than with lp_jax.Serial(). Take a solver that converges on this network "
-        "(lp_jax.plan tries them), or Serial()"
+        "the residual norm did not come down to the tolerance, and the layers were propagated one "
+        "after another instead: the result is right, but took longer than with lp_jax.Serial(). "
+        "Take a solver that converges on this network (lp_jax.plan tries them), or Serial()"
     ),
     NOT_CONVERGED: (
-        "the residual norm did not come down to the tolerance within `iterations` cycles. Allow more iterations, loosen "
+        "the residual norm did not come down to the tolerance within `iterations` cycles. Allow "
+        "more iterations, loosen "
         'rtol/atol, or set fallback=True. In MGRIT also relax more (relaxation="FCF") or use a coarse step closer to the layers '
         "(coarse_step=Picard(sweeps=2))"
     ),
     NON_FINITE: (
-        "the state is not finite. If the serial network's is (solver=Serial()), the iteration diverged: set a tolerance and "
-        "fallback=True, or a smaller t1; otherwise the network itself overflows"
+        "the state is not finite. If the serial network's is (solver=Serial()), the iteration "
+        "diverged: set a tolerance and fallback=True, or a smaller t1; otherwise the network "
+        "itself overflows"
     ),
     NOT_FALLING: (
-        "the last residual norm is larger than the first, so that more iterations do not help. Use Serial(), or a smaller t1; in "
+        "the last residual norm is larger than the first, so that more iterations do not help. Use "
+        "Serial(), or a smaller t1; in "
         'MGRIT also more relaxation (relaxation="FCF") or a coarse step closer to the layers (coarse_step=Picard(sweeps=2))'
     ),
 }

@@ -66,7 +66,8 @@ def state(y0: State) -> State:
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"y0{jax.tree_util.keystr(path)} has dtype {dtype}; the state must be floating point or complex. Cast it, "
+                f"y0{jax.tree_util.keystr(path)} has dtype {dtype}; the state must be floating "
+                f"point or complex. Cast it, "
                 "or pass what does not change from layer to layer as `shared`."
             )
     return arrays(y0)
@@ -80,8 +81,10 @@ def arrays(tree: PyTree, name: str = "y0") -> PyTree:
             return x
         if callable(x) or isinstance(x, str):
             raise TypeError(
-                f"{name}{jax.tree_util.keystr(path)} is {x!r}, not an array. Take functions and names out of the tree, with "
-                "equinox.partition(module, equinox.is_array) or flax.nnx.split(module), and let the step close over them."
+                f"{name}{jax.tree_util.keystr(path)} is {x!r}, not an array. Take functions and "
+                f"names out of the tree, with "
+                "equinox.partition(module, equinox.is_array) or flax.nnx.split(module), and let "
+                "the step close over them."
             )
         return jnp.asarray(x)
 
@@ -92,8 +95,8 @@ def note_on_call(step: Callable[..., PyTree], u: State, params: PyTree) -> str:
     """Make a note for an error in the step: its arguments, and mistakes that explain some errors."""
     name = getattr(step, "__name__", type(step).__name__)
     note = (
-        f"lp_jax called {name}(y, layer), the state first, with y: {describe(u)} and layer.params, one layer's slice: "
-        f"{describe(params)}."
+        f"lp_jax called {name}(y, layer), the state first, with y: {describe(u)} and layer.params, "
+        f"one layer's slice: {describe(params)}."
     )
     if isinstance(params, jax.Array):
         note += " Where the array is meant, write layer.params, not layer."
@@ -108,7 +111,8 @@ def _unstacked(params: PyTree) -> str:
     ):
         return ""
     return (
-        f" params is a list of {len(params)} equal trees. If these are the layers, stack them: params = jax.tree.map("
+        f" params is a list of {len(params)} equal trees. If these are the layers, stack them: "
+        f"params = jax.tree.map("
         "lambda *leaves: jnp.stack(leaves), *params)."
     )
 
@@ -127,20 +131,22 @@ def number_of_layers(params: PyTree, data: PyTree, *, one_worker: bool = True) -
             where = name + jax.tree_util.keystr(path)
             if jnp.ndim(leaf) == 0:
                 raise ValueError(
-                    f"{where} is a scalar; every leaf of {name} must be stacked along a leading axis of length N, the "
+                    f"{where} is a scalar; every leaf of {name} must be stacked along a leading "
+                    f"axis of length N, the "
                     "number of layers. Pass what all layers share as `shared`."
                 )
             lengths[where] = jnp.shape(leaf)[0]
     if not lengths:
         raise ValueError(
-            "params and data have no arrays in them, so the number of layers is unknown; stack each layer's parameters (or "
-            "inputs) along a leading axis. For a network without either, pass its number of layers, steps=N."
+            "params and data have no arrays in them, so the number of layers is unknown; stack "
+            "each layer's parameters (or inputs) along a leading axis. For a network without "
+            "either, pass its number of layers, steps=N."
         )
     if len(set(lengths.values())) > 1:
         different = ", ".join(f"{where}: {n}" for where, n in lengths.items())
         raise ValueError(
-            f"params (and data) must have one leading length, the number of layers; got {different}. Pass what all layers "
-            f"share as `shared`.{_unstacked(params)}"
+            f"params (and data) must have one leading length, the number of layers; got "
+            f"{different}. Pass what all layers share as `shared`.{_unstacked(params)}"
         )
     where, n = next(iter(lengths.items()))
     if n == 0 and one_worker:
@@ -153,7 +159,8 @@ def times(t0: Any, t1: Any, steps: int, dtype: DTypeLike) -> tuple[jax.Array, ja
     for name, value in (("t0", t0), ("t1", t1)):
         if isinstance(value, str) or value is None:
             raise TypeError(
-                f"{name} must be a number{', or an array of times' * (name == 't1')}; got {value!r}."
+                f"{name} must be a number{', or an array of times' * (name == 't1')}; got "
+                f"{value!r}."
             )
     if jnp.ndim(t0) != 0:
         raise ValueError(
@@ -164,8 +171,8 @@ def times(t0: Any, t1: Any, steps: int, dtype: DTypeLike) -> tuple[jax.Array, ja
     even = jnp.ndim(t1) == 0
     if not even and jnp.shape(t1) != (steps + 1,):
         raise ValueError(
-            f"t1 must be a scalar, or the {steps + 1} times at which the {steps} layers start and the last one ends; got "
-            f"shape {jnp.shape(t1)}."
+            f"t1 must be a scalar, or the {steps + 1} times at which the {steps} layers start and "
+            f"the last one ends; got shape {jnp.shape(t1)}."
         )
     traced = isinstance(t1, jax.core.Tracer) or (even and isinstance(t0, jax.core.Tracer))
     # numbers are computed in double precision, and rounded once
@@ -194,7 +201,8 @@ def comm(value: object) -> Comm:
         return MeshComm(value)
     if not isinstance(value, Comm):
         raise TypeError(
-            "comm must be None (one device), a mesh, MeshComm(mesh, axis=...) or MPIComm(comm); got "
+            "comm must be None (one device), a mesh, MeshComm(mesh, axis=...) or MPIComm(comm); "
+            "got "
             f"{value!r} ({type(value).__name__})."
         )
     return value
@@ -205,19 +213,22 @@ def step_output(out: PyTree, u: State, has_aux: bool) -> None:
     pair = isinstance(out, tuple) and len(out) == 2
     if has_aux and not pair:
         raise TypeError(
-            f"step must return (y_next, aux) with has_aux=True; got {describe(out)}. Return a pair, or leave has_aux out."
+            f"step must return (y_next, aux) with has_aux=True; got {describe(out)}. Return a "
+            f"pair, or leave has_aux out."
         )
     out, forgotten = (out[0], False) if has_aux else (out, pair and _same_structure(out[0], u))
     if not _same_structure(u, out):
         hint = " It looks like (y_next, aux): pass has_aux=True." * forgotten
         raise TypeError(
-            f"step must return a state like the one it got, {describe(u)}; got {describe(out)}.{hint}"
+            f"step must return a state like the one it got, {describe(u)}; got "
+            f"{describe(out)}.{hint}"
         )
     for (path, a), b in zip(jax.tree.leaves_with_path(u), jax.tree.leaves(out), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise TypeError(
-                f"step must return a state of the same shapes and dtypes as the one it got; leaf y{jax.tree_util.keystr(path)} "
-                f"went in as {_aval(a)} and came out as {_aval(b)}. Cast or reshape it inside. Put a layer that changes the "
+                f"step must return a state of the same shapes and dtypes as the one it got; leaf "
+                f"y{jax.tree_util.keystr(path)} went in as {_aval(a)} and came out as {_aval(b)}. "
+                f"Cast or reshape it inside. Put a layer that changes the "
                 "state's shape between two solves."
             )
 
@@ -228,8 +239,9 @@ def trajectory(name: str, value: CPoints, y0: State, intervals: int) -> CPoints:
     got = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
     if not _same_structure(wanted, got) or jax.tree.leaves(wanted) != jax.tree.leaves(got):
         raise ValueError(
-            f"{name} must have one state for each interval of the finest level, {describe(wanted)}, like Solution.trajectory of "
-            f"a solve with the same coarsening and batch; got {describe(got)}."
+            f"{name} must have one state for each interval of the finest level, "
+            f"{describe(wanted)}, like Solution.trajectory of a solve with the same coarsening and "
+            f"batch; got {describe(got)}."
         )
     return jax.tree.map(jnp.asarray, value)
 
@@ -251,7 +263,8 @@ def at_once(solver: Solver, layers: int) -> None:
     """Refuse more layers at once than there are."""
     if isinstance(solver.at_once, int) and solver.at_once > layers:
         raise ValueError(
-            f"{type(solver).__name__}(at_once={solver.at_once}) got {layers} layers. Set at most {layers}, math.inf for all "
+            f"{type(solver).__name__}(at_once={solver.at_once}) got {layers} layers. Set at most "
+            f"{layers}, math.inf for all "
             'layers whatever their number, or "auto".'
         )
 
@@ -266,11 +279,13 @@ def solvers(solver: Any, adjoint_solver: Any = None, *, optional: bool = False) 
         if not (missing or isinstance(value, Solver)):
             hint = " Call it: MGRIT(), not MGRIT." if isinstance(value, type) else ""
             raise TypeError(
-                f"{name} must be a solver, like MGRIT(...), Picard(...), Newton(...) or Serial(); got {value!r}.{hint}"
+                f"{name} must be a solver, like MGRIT(...), Picard(...), Newton(...) or Serial(); "
+                f"got {value!r}.{hint}"
             )
     if adjoint_solver and adjoint_solver.chooses and adjoint_solver != (solver or Fastest()):
         raise ValueError(
-            f"adjoint_solver={adjoint_solver!r} chooses the forward solver, too. Give solver={adjoint_solver!r} and no "
+            f"adjoint_solver={adjoint_solver!r} chooses the forward solver, too. Give "
+            f"solver={adjoint_solver!r} and no "
             "adjoint_solver; or name a solver of the adjoint system, like Picard(...)."
         )
 

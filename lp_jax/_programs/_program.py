@@ -31,12 +31,14 @@ Output = tuple[State, PyTree, tuple[Stats, CPoints]]
 Pullback = Callable[[State, AuxCotangents], tuple[Arrays, Stats]]
 
 _NO_AXIS = (
-    "In a gradient taken outside of a vmap, JAX does not know its axis name in a solve. Solve what the vmap makes of the layer: "
-    "jax.grad(lp_jax.parallel(function with the vmap and jax.lax.scan)); or take solver=lp_jax.Serial()."
+    "In a gradient taken outside of a vmap, JAX does not know its axis name in a solve. Solve what "
+    "the vmap makes of the layer: jax.grad(lp_jax.parallel(function with the vmap and "
+    "jax.lax.scan)); or take solver=lp_jax.Serial()."
 )
 _TWICE = (
-    "Reverse mode was applied twice to lp_jax.solve with a tolerance, whose number of iterations is known only when it has "
-    "run. Take forward over reverse (jax.jvp of jax.grad, jax.hessian), or leave rtol and atol out."
+    "Reverse mode was applied twice to lp_jax.solve with a tolerance, whose number of iterations "
+    "is known only when it has run. Take forward over reverse (jax.jvp of jax.grad, jax.hessian), "
+    "or leave rtol and atol out."
 )
 
 

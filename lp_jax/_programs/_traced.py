@@ -236,13 +236,14 @@ class Tracing:
         except Exception as error:
             if _takes_exchanged(step, u, x, shared):
                 raise TypeError(
-                    "params and y0 seem to be exchanged: the step works the other way round. The stacked parameters come "
-                    "first: solve(step, params, y0)."
+                    "params and y0 seem to be exchanged: the step works the other way round. The "
+                    "stacked parameters come first: solve(step, params, y0)."
                 ) from error
             error.add_note(_inputs.note_on_call(step.step, u, x.params))
             if step.step is not problem.step:
                 raise TypeError(
-                    f"jacobian_of={step.step!r} cannot be called as the step is, (y, layer). Give it the form of the step; a "
+                    f"jacobian_of={step.step!r} cannot be called as the step is, (y, layer). Give "
+                    f"it the form of the step; a "
                     "scan's body belongs to lp_jax.scan(..., solver=Newton(jacobian_of=body))."
                 ) from error
             raise

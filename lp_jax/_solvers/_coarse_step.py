@@ -206,7 +206,8 @@ def rediscretize(
     """
     if level.chain is None:
         raise ValueError(
-            "rediscretize got an adjoint level. The coarse levels of an adjoint are those that a cycle is given."
+            "rediscretize got an adjoint level. The coarse levels of an adjoint are those that a "
+            "cycle is given."
         )
     coarse_step = params if isinstance(params, CoarseStep) else Rediscretize(params)
     steps = coarse_step.coarsen(

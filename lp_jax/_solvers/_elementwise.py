@@ -356,8 +356,10 @@ class Elementwise(AllStates):
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         if chain.workers.size > 1 or chain.padded or jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
-                "Elementwise() is one kernel: for one device, outside of shard_map and without padding; got "
-                f"{chain.workers.size} worker(s), padded={chain.padded}. Leave solver out: the default takes another."
+                "Elementwise() is one kernel: for one device, outside of shard_map and without "
+                "padding; got "
+                f"{chain.workers.size} worker(s), padded={chain.padded}. Leave solver out: the "
+                f"default takes another."
             )
         return (chain.finest(1, at_once=chain.at_once(math.inf)),)
 
@@ -366,7 +368,8 @@ class Elementwise(AllStates):
         own = _tree.entry_like(xs[0] if reverse else xs)
         if why := _refusal(level.origin or level.step, level.y0, own, level.shared):
             raise TypeError(
-                f"Elementwise() takes steps that act on each number of the state by itself; this one has {why}. Take "
+                f"Elementwise() takes steps that act on each number of the state by itself; this "
+                f"one has {why}. Take "
                 "lp_jax.Serial() or lp_jax.Newton(), or leave solver out."
             )
 

@@ -116,17 +116,19 @@ class Whole(Jacobians):
             )  # more likely units than examples
         if coupled:
             raise ValueError(
-                f"Newton(batch_axes={self._axes}) takes a Jacobian for each example, and the step combines entries along the "
-                f"first axes of a state with leaves of shapes {self._shapes}, as a normalisation over the batch does. Say "
-                "batch_axes=0, for one Jacobian of the whole state, or take another solver. Inside jax.vmap a state has no "
-                "axis of examples."
+                f"Newton(batch_axes={self._axes}) takes a Jacobian for each example, and the step "
+                f"combines entries along the first axes of a state with leaves of shapes "
+                f"{self._shapes}, as a normalisation over the batch does. Say "
+                "batch_axes=0, for one Jacobian of the whole state, or take another solver. Inside "
+                "jax.vmap a state has no axis of examples."
             )
         if UNKNOWN in found and self._refuses_unknown:
             raise ValueError(
-                f"Newton(batch_axes={self._axes}) solves an adjoint system in one iteration if the step treats entries along "
-                "the first axes of its state independently, and the step's program does not show whether it does. Set a "
-                "tolerance, rtol=1e-3, with which the solution is measured; or say batch_axes=0, for one Jacobian of the "
-                "whole state."
+                f"Newton(batch_axes={self._axes}) solves an adjoint system in one iteration if the "
+                f"step treats entries along "
+                "the first axes of its state independently, and the step's program does not show "
+                "whether it does. Set a tolerance, rtol=1e-3, with which the solution is measured; "
+                "or say batch_axes=0, for one Jacobian of the whole state."
             )
         return self.part(v_next), derivative, -2 if transposed else -1
 
@@ -329,14 +331,17 @@ def _batches(shapes: list[tuple[int, ...]], axes: int | None) -> int:
     """Number of leading axes of examples."""
     if axes is None and any(len(shape) > 1 for shape in shapes):
         raise ValueError(
-            f"Newton got a state with leaves of shapes {shapes}. Say along how many of their leading axes a layer "
-            "treats entries independently, like examples: Newton(batch_axes=1), or batch_axes=0 if there are none. "
-            "A full Jacobian has the square of the other numbers as entries, a diagonal one takes an evaluation for each."
+            f"Newton got a state with leaves of shapes {shapes}. Say along how many of their "
+            f"leading axes a layer "
+            "treats entries independently, like examples: Newton(batch_axes=1), or batch_axes=0 if "
+            "there are none. A full Jacobian has the square of the other numbers as entries, a "
+            "diagonal one takes an evaluation for each."
         )
     axes = axes or 0
     batches = {shape[:axes] for shape in shapes}
     if len(batches) > 1 or any(len(shape) < axes for shape in shapes):
         raise ValueError(
-            f"Newton(batch_axes={axes}) needs leaves that agree in their first {axes} axes; got {shapes}."
+            f"Newton(batch_axes={axes}) needs leaves that agree in their first {axes} axes; got "
+            f"{shapes}."
         )
     return axes

@@ -128,7 +128,8 @@ class MGRIT(Solver):
                 isinstance(pair, tuple) and len(pair) == 2 and all(map(callable, pair))
             ):
                 raise ValueError(
-                    f"spatial must be None or per level a pair (restrict, prolong) of functions; got {pair!r}."
+                    f"spatial must be None or per level a pair (restrict, prolong) of functions; "
+                    f"got {pair!r}."
                 )
 
     def grid(self, steps: int) -> list[tuple[int, int]]:
@@ -160,13 +161,14 @@ class MGRIT(Solver):
     def resolve(self, steps: int, *, warm: bool = False) -> Solver:
         if not isinstance(self.coarse_step, CoarseStep):
             raise TypeError(
-                "coarse_step must be Rediscretize(...), a solver with fixed effort, like Picard(sweeps=1) or Serial(), or a "
+                "coarse_step must be Rediscretize(...), a solver with fixed effort, like "
+                "Picard(sweeps=1) or Serial(), or a "
                 f'function f(step, y, layers) -> y; got {self.coarse_step!r}. Injection is Rediscretize("inject").'
             )
         if not isinstance(self.coarsest, Solver) or isinstance(self.coarsest, MGRIT):
             raise TypeError(
-                f"coarsest must be a solver that works on one level, like Serial(), Picard(...) or Newton(...); got "
-                f"{self.coarsest!r}."
+                f"coarsest must be a solver that works on one level, like Serial(), Picard(...) or "
+                f"Newton(...); got {self.coarsest!r}."
             )
         if len(self.grid(steps)) == 1:
             return Serial()

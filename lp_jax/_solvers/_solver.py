@@ -256,8 +256,10 @@ def require_fixed_effort(solver: Solver) -> None:
     """Refuse tolerances of a coarse step."""
     if solver.has_tolerance:
         raise ValueError(
-            f"coarse_step={type(solver).__name__}(...) got a tolerance, rtol={solver.rtol}, atol={solver.atol}; a coarse "
-            "step must take a fixed effort to be a function of the state. Leave both out and set the iterations."
+            f"coarse_step={type(solver).__name__}(...) got a tolerance, rtol={solver.rtol}, "
+            f"atol={solver.atol}; a coarse "
+            "step must take a fixed effort to be a function of the state. Leave both out and set "
+            "the iterations."
         )
 
 

@@ -174,13 +174,15 @@ class Windowed(Sweeps):
         _check.integer("windows", self.windows, least=1)
         if self.has_tolerance and self.sweeps < 2:
             raise ValueError(
-                f"Windowed(windows={self.windows}) with a tolerance takes at least 2 sweeps; got sweeps=1."
+                f"Windowed(windows={self.windows}) with a tolerance takes at least 2 sweeps; got "
+                f"sweeps=1."
             )
 
     def resolve(self, steps: int, *, warm: bool = False) -> Sweeps:
         if warm:
             raise ValueError(
-                f"guess is not used by Windowed(windows={self.windows}), whose windows start from the state that leaves the "
+                f"guess is not used by Windowed(windows={self.windows}), whose windows start from "
+                f"the state that leaves the "
                 "one before. Leave the guess out, or take Picard(...)."
             )
         return self
@@ -296,7 +298,8 @@ class Secant(Sweeps):
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         raise ValueError(
-            f"coarse_step={self!r} would depend on the sweeps before it. Take Picard(sweeps={self.sweeps})."
+            f"coarse_step={self!r} would depend on the sweeps before it. Take "
+            f"Picard(sweeps={self.sweeps})."
         )
 
 

@@ -89,7 +89,7 @@ def _suites() -> dict[str, str]:
             suites[path.stem] = about.partition("\n")[0]
     if not suites:
         raise CommandError(
-            "the benchmarks come with the source and not with the package: clone the repository, and "
-            "in its folder pip install -e '.[bench]'."
+            "the benchmarks come with the source and not with the package: clone the repository, "
+            "and in its folder pip install -e '.[bench]'."
         )
     return suites

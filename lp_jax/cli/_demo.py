@@ -294,7 +294,8 @@ def run(args: Sequence[str]) -> None:
     print(
         f"{EXPLAINED}\n"
         f"Why: an exact step is {serial.depth()} evaluations of one layer, one after another. A "
-        f"layer-parallel step is {sweeps.depth()} evaluations of {layers // workers} layers at once: "
+        f"layer-parallel step is {sweeps.depth()} evaluations of {layers // workers} layers at "
+        f"once: "
         "4 forward, 2 adjoint and the gradient.\n"
     )
     found = {name: {"seconds": seconds[name], **run._asdict()} for name, run in runs.items()}

@@ -56,12 +56,14 @@ def batches(
     leaves = jax.tree.leaves(arrays, is_leaf=lambda part: not isinstance(part, tuple))
     if other := [leaf for leaf in leaves if not hasattr(leaf, "shape")]:
         raise TypeError(
-            f"data must be arrays; got a {type(other[0]).__name__}: pad sequences of different lengths."
+            f"data must be arrays; got a {type(other[0]).__name__}: pad sequences of different "
+            f"lengths."
         )
     lengths = list(map(len, leaves))
     if len(set(lengths)) != 1:
         raise ValueError(
-            f"data must be arrays with one leading length, the number of samples; got lengths {lengths}."
+            f"data must be arrays with one leading length, the number of samples; got lengths "
+            f"{lengths}."
         )
     _check.integer("batch_size", batch_size, least=1)
     (size, *_) = lengths

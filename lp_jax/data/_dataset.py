@@ -67,7 +67,8 @@ def split(
     test = math.ceil(test_fraction * len(y))
     if min(counts) < 2:
         raise ValueError(
-            "each class must have two samples or more, to train with and to hold out; one has a single one."
+            "each class must have two samples or more, to train with and to hold out; one has a "
+            "single one."
         )
     if min(test, len(y) - test) < len(counts):
         got = f"{test_fraction} leaves {len(y) - test} to train with and {test} to hold out, for {len(counts)} classes"
@@ -86,6 +87,7 @@ def require(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"lp_jax.data needs {error.name}, of the extra lp_jax[train]: pip install 'lp_jax[train]'",
+            f"lp_jax.data needs {error.name}, of the extra lp_jax[train]: pip install "
+            f"'lp_jax[train]'",
             name=error.name,
         ) from None

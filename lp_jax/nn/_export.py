@@ -98,7 +98,8 @@ def load(path: StrPath, like: PyTree = None) -> PyTree:
     wanted, structure = _named(like)
     if difference := first_difference(described(arrays), described(wanted)):
         raise ValueError(
-            f"{path} and `like` differ: {difference}. Build the network as it was when it was saved."
+            f"{path} and `like` differ: {difference}. Build the network as it was when it was "
+            f"saved."
         )
     return jax.tree.unflatten(structure, [arrays[name] for name in wanted])
 
@@ -127,8 +128,10 @@ def _named(tree: PyTree) -> tuple[dict[str, jax.Array | np.ndarray], jax.tree_ut
         )
         if _keys(name) != keys or "" in keys:
             raise ValueError(
-                f"params{jax.tree_util.keystr(path)} has no name, the keys joined by dots. Put arrays into dicts or lists, with "
-                "keys that are integers, or non-empty strings that have no dots and are not numbers."
+                f"params{jax.tree_util.keystr(path)} has no name, the keys joined by dots. Put "
+                f"arrays into dicts or lists, with "
+                "keys that are integers, or non-empty strings that have no dots and are not "
+                "numbers."
             )
         named[name] = leaf
     return named, structure

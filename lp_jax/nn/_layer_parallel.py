@@ -43,8 +43,8 @@ class Spline:
         least = _check.integer("degree", self.degree, least=0) + 1
         if _check.integer("coefficients", self.coefficients, least=1) < least:
             raise ValueError(
-                f"coefficients must be at least degree + 1 = {least}, as many as a polynomial of degree {self.degree} has; "
-                f"got {self.coefficients}."
+                f"coefficients must be at least degree + 1 = {least}, as many as a polynomial of "
+                f"degree {self.degree} has; got {self.coefficients}."
             )
 
     def basis(self, layers: int | Sequence[float] | np.ndarray) -> np.ndarray:
@@ -150,11 +150,13 @@ class LayerParallel(Solved):
             return
         if not isinstance(weights, Spline):
             raise TypeError(
-                f"weights must be None or a spline, like nn.Spline(coefficients=8); got {weights!r}."
+                f"weights must be None or a spline, like nn.Spline(coefficients=8); got "
+                f"{weights!r}."
             )
         if weights.coefficients > num_layers:
             raise ValueError(
-                f"weights={weights} has more coefficients than the network has layers, num_layers={num_layers}. Take at most "
+                f"weights={weights} has more coefficients than the network has layers, "
+                f"num_layers={num_layers}. Take at most "
                 "num_layers coefficients, or leave weights out."
             )
         self.layers = stacked_module(
@@ -219,7 +221,8 @@ def refuse_ranks(trunk: LayerParallel) -> None:
     """Refuse a trunk whose layers are spread over MPI ranks."""
     if trunk.comm.splits:
         raise ValueError(
-            f"the trunk's layers are spread over {trunk.comm.size} ranks, and each has only its run. Gather them first "
+            f"the trunk's layers are spread over {trunk.comm.size} ranks, and each has only its "
+            f"run. Gather them first "
             "(lp_jax.train.Ranks.gather), into a network on one rank."
         )
 

@@ -257,7 +257,8 @@ def _flatten(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if x.shape[max(batch, 0) :] != shape:
         wanted = ", ".join(["...", *map(str, shape)])
         raise ValueError(
-            f"The layer was built with shape={shape}, for arrays of shape ({wanted}); got {x.shape}."
+            f"The layer was built with shape={shape}, for arrays of shape ({wanted}); got "
+            f"{x.shape}."
         )
     return jnp.reshape(x, (*x.shape[:batch], math.prod(shape)))
 
@@ -298,8 +299,8 @@ class TokenOpening(nnx.Module):
         length = tokens.shape[1]
         if length > self.max_length:
             raise ValueError(
-                f"the network was built for sequences of at most {self.max_length} positions; got {length}. Cut them, or "
-                f"build it with max_length={length}."
+                f"the network was built for sequences of at most {self.max_length} positions; got "
+                f"{length}. Cut them, or build it with max_length={length}."
             )
         columns = tokens.reshape(*tokens.shape[:2], len(self.tokens))
         y = sum(embedding(columns[..., c]) for c, embedding in enumerate(self.tokens))

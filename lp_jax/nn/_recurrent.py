@@ -168,7 +168,8 @@ class GRU(Solved):
         if lengths is not None:
             if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
                 raise ValueError(
-                    f"lengths must be {len(x)} integers, one for each sequence; got {lengths.dtype}{list(lengths.shape)}."
+                    f"lengths must be {len(x)} integers, one for each sequence; got "
+                    f"{lengths.dtype}{list(lengths.shape)}."
                 )
             active = self.comm.share(
                 jnp.arange(x.shape[1])[:, None] < lengths[None], self.placing_solvers()

@@ -106,7 +106,8 @@ def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerPa
     if any(old.stop * layers != new.stop * count for old, new in zip(now, then, strict=True)):
         present, wanted = ([run.stop - run.start for run in runs] for runs in (now, then))
         raise ValueError(
-            f"layers cannot move between ranks, which hold {present} of {count} layers and would hold {wanted} of {layers}. "
+            f"layers cannot move between ranks, which hold {present} of {count} layers and would "
+            f"hold {wanted} of {layers}. "
             "Take numbers of layers that the ranks share evenly, in whole intervals of the solver."
         )
     return trunk
@@ -138,8 +139,8 @@ def _count(layers: PyTree, what: str) -> int:
         return layers.num_layers
     if isinstance(layers, nnx.Module):
         raise TypeError(
-            f"layers must be stacked parameters or a LayerParallel; got {type(layers).__name__}. Take the trunk that it holds: "
-            f"model.trunk = nn.{what}(model.trunk)."
+            f"layers must be stacked parameters or a LayerParallel; got {type(layers).__name__}. "
+            f"Take the trunk that it holds: model.trunk = nn.{what}(model.trunk)."
         )
     return number_of_layers(layers, None)
 

@@ -100,7 +100,8 @@ class Solved(nnx.Module, abc.ABC):
         if x.ndim != 3 or x.shape[-1] != features:
             name = type(self).__name__
             raise ValueError(
-                f"{name} takes sequences of {features} features, (batch, time, {features}); got {x.shape}."
+                f"{name} takes sequences of {features} features, (batch, time, {features}); got "
+                f"{x.shape}."
             )
         return self.comm.share(self.comm.replicate(jnp.swapaxes(x, 0, 1)), self.placing_solvers())
 

@@ -67,15 +67,17 @@ def _call(
         signature.bind_partial(y, layer.t, layer.dt)
     except TypeError:
         raise TypeError(
-            f"{name}.__call__{signature} is called with (y, t, dt), the state, the time and its step. A layer without time may "
-            "ignore both, with t1 = the number of layers; or stack it by nnx.vmap, apply it with nnx.scan and wrap the function "
-            "in lp_jax.nn.parallel."
+            f"{name}.__call__{signature} is called with (y, t, dt), the state, the time and its "
+            f"step. A layer without time may "
+            "ignore both, with t1 = the number of layers; or stack it by nnx.vmap, apply it with "
+            "nnx.scan and wrap the function in lp_jax.nn.parallel."
         ) from None
     # data are the layers' keys
     if data is not None and "data" not in keywords and "key" in keywords:
         if key is not None:
             raise ValueError(
-                f"data and key were both given, but {name}.__call__ has no keyword `data`, so both would be its `key`. Leave "
+                f"data and key were both given, but {name}.__call__ has no keyword `data`, so both "
+                f"would be its `key`. Leave "
                 "one out, or let it accept `data`."
             )
         data, key = None, data
@@ -83,8 +85,8 @@ def _call(
     for argument, value in arguments.items():
         if value is not None and argument not in keywords:
             raise TypeError(
-                f"{argument} was given, but {name}.__call__ has no such keyword. Let it accept one, __call__(self, y, t, dt, *, "
-                f"{argument}=None), or leave {argument} out."
+                f"{argument} was given, but {name}.__call__ has no such keyword. Let it accept "
+                f"one, __call__(self, y, t, dt, *, {argument}=None), or leave {argument} out."
             )
     arguments["index"] = layer.index
     return module(
@@ -142,7 +144,8 @@ def stack(
         graphdefs, states = zip(*map(nnx.split, make_module), strict=True)
         if other := next((g for g in graphdefs if g != graphdefs[0]), None):
             raise ValueError(
-                "blocks that are stacked may differ in the numbers of their arrays only; got other trees, or other functions in "
+                "blocks that are stacked may differ in the numbers of their arrays only; got other "
+                "trees, or other functions in "
                 f"them, such as initializers: {graphdefs[0]} and {other}."
             )
         return _merged(graphdefs[0], jax.tree.map(lambda *x: jnp.stack(x), *states))
@@ -230,8 +233,9 @@ def _state_refused(module: nnx.Module, others: Sequence[tuple[PyTree, object]]) 
         if any(isinstance(value, kind) for _, value in others)
     ]
     return (
-        f"{type(module).__name__} holds more than nnx.Param: {listed}. A layer is evaluated several times per solve, so it must "
-        f"be a pure function of its parameters: {'; '.join(advice) or 'make it an nnx.Param, or compute it in __call__'}."
+        f"{type(module).__name__} holds more than nnx.Param: {listed}. A layer is evaluated "
+        f"several times per solve, so it must be a pure function of its parameters: "
+        f"{'; '.join(advice) or 'make it an nnx.Param, or compute it in __call__'}."
     )
 
 
@@ -309,9 +313,10 @@ def pipeline(f: Callable[..., PyTree], *args: Any, **options: Any) -> Callable[.
         inputs, count = program.jaxpr.invars, len(jax.tree.leaves(left))
         if follow(program.jaxpr, inputs, _kept, None)[:count] != inputs:
             raise ValueError(
-                "lp_jax.nn.pipeline got a function that changes a module, such as running statistics, counts of random streams "
-                "or sown values, and all microbatches share it. Call module.eval() before; pass keys as an argument with an axis "
-                "of microbatches, for nnx.Dropout(rate)(x, rngs=key)."
+                "lp_jax.nn.pipeline got a function that changes a module, such as running "
+                "statistics, counts of random streams or sown values, and all microbatches share "
+                "it. Call module.eval() before; pass keys as an argument with an axis of "
+                "microbatches, for nnx.Dropout(rate)(x, rngs=key)."
             )
         leaves = core.jaxpr_as_fun(program)(*jax.tree.leaves(state))
         return jax.tree.unflatten(jax.tree.structure(out), leaves[count:])

@@ -126,7 +126,8 @@ def interconnect(
     comm = _inputs.comm(comm)
     if comm.size == 1:
         raise ValueError(
-            "interconnect got a comm of one worker, which has nobody to send to; give one of several."
+            "interconnect got a comm of one worker, which has nobody to send to; give one of "
+            "several."
         )
     solver = Picard(sweeps=17)
 

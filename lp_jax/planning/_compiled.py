@@ -63,13 +63,16 @@ def topology(name: str, **axes: int) -> Mesh:
         except RuntimeError as error:
             if "lockfile" not in str(error):
                 raise ValueError(
-                    f"XLA cannot compile for {name!r} here ({error}). Set JAX_PLATFORMS=cpu before Python starts, install "
-                    "'lp_jax[tpu-program]' or 'lp_jax[gpu-program]', and name devices like v5e:2x4 or "
+                    f"XLA cannot compile for {name!r} here ({error}). Set JAX_PLATFORMS=cpu before "
+                    f"Python starts, install "
+                    "'lp_jax[tpu-program]' or 'lp_jax[gpu-program]', and name devices like v5e:2x4 "
+                    "or "
                     f"{', '.join(f'{kind}:8' for kind in sorted(TARGETS))}."
                 ) from error
             if attempt == 0:
                 print(
-                    "Another process uses libtpu. Waiting until it ends; if there is none, remove /tmp/libtpu_lockfile.",
+                    "Another process uses libtpu. Waiting until it ends; if there is none, remove "
+                    "/tmp/libtpu_lockfile.",
                     file=sys.stderr,
                 )
             time.sleep(1)
@@ -137,7 +140,8 @@ class Compiled:
             f"  memory    {total}{limit} GiB a device: {parts}",
             f"  compiled  in {self.seconds:.1f} s",
             f"  messages  {sent or 'none'}",
-            f"  work      {self.kernels:,} kernels, {self.cycles / 1e6:,.3f} million cycles by the compiler's estimate",
+            f"  work      {self.kernels:,} kernels, {self.cycles / 1e6:,.3f} million cycles by the "
+            f"compiler's estimate",
             f"  loops     {self.unknown_loops} of unknown length, which count as one turn",
         ]
         return "\n".join(lines[: 6 if self.kernels else 2])

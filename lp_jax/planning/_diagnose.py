@@ -154,7 +154,8 @@ class Diagnosis:
             f"  Lipschitz constant x T  {self.lipschitz:.3g}",
             f"  Lyapunov exponent       {self.lyapunov:+.2g} a layer",
             f"  Resets                  {self.resets}",
-            f"  Predicted               {1e3 * self.sweep:.2g} ms for a sweep, {1e3 * self.serial:.2g} ms for Serial()",
+            f"  Predicted               {1e3 * self.sweep:.2g} ms for a sweep, "
+            f"{1e3 * self.serial:.2g} ms for Serial()",
         ]
         if self.rehearsals:
             rows: list[tuple[str, ...]] = [("forward", "adjoint", "solver")]

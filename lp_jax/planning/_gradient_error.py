@@ -82,7 +82,8 @@ class GradientErrors(NamedTuple):
                 "" if s.result == SERIAL else f"{numbered(s.iterations, s.iteration)}{residual}; "
             )
             lines.append(
-                f"  {s.direction}, {s.layers} layers: {times}{taken}{RESULTS[s.result].partition('.')[0]}"
+                f"  {s.direction}, {s.layers} layers: "
+                f"{times}{taken}{RESULTS[s.result].partition('.')[0]}"
             )
         if not self.solves:
             lines.append("  no iterative solve of lp_jax inside: this gradient is exact")

@@ -65,7 +65,8 @@ class Machine:
                 raise ValueError(f"{name} must be positive numbers; got {numbers!r}.")
             if len(numbers) != len(self.at_once):
                 raise ValueError(
-                    f"{name} needs a time for each number in at_once, {self.at_once}; got {numbers}."
+                    f"{name} needs a time for each number in at_once, {self.at_once}; got "
+                    f"{numbers}."
                 )
         if list(self.at_once) != sorted(set(self.at_once)):
             raise ValueError(f"at_once must be ascending; got {self.at_once}.")
@@ -96,7 +97,8 @@ class Machine:
         sizes = self.at_once
         if times is None:
             raise NotImplementedError(
-                f"{self.name or 'the machine'} has no times of Newton's method: calibrate(newton=True)."
+                f"{self.name or 'the machine'} has no times of Newton's method: "
+                f"calibrate(newton=True)."
             )
         return float(np.interp(layers, sizes, times) * max(1.0, layers / sizes[-1]))
 

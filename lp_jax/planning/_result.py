@@ -233,7 +233,8 @@ class Plan:
         name = f" of {self.machine.name}" if self.machine.name else ""
         unknown = "" if self.machine.latency else "; message times unknown, taken as zero"
         lines = [
-            f"{self.layers} layers on {numbered(self.workers, 'worker')}{name}, gradient error at most {self.error:.0e}",
+            f"{self.layers} layers on {numbered(self.workers, 'worker')}{name}, gradient error at "
+            f"most {self.error:.0e}",
             "",
             *align(table),
             "",

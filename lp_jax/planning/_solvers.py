@@ -115,7 +115,8 @@ def with_effort(solver: Any, iterations: int) -> Any:
     names = [field.name for field in dataclasses.fields(solver)]
     if "iterations" not in names:
         raise TypeError(  # `Fastest` refuses to name their number
-            f"{type(solver).__name__} has no field `iterations`; register a function that sets their number, {solver.iterations} "
+            f"{type(solver).__name__} has no field `iterations`; register a function that sets "
+            f"their number, {solver.iterations} "
             "now, with lp_jax.planning.with_effort.register."
         )
     without = {name: value for name, value in WITHOUT_TOLERANCE.items() if name in names}

@@ -115,7 +115,8 @@ class Checkpoints:
             return
         if self._ranks is not None and self._ranks.data.size > 1 and state.restart is not None:
             raise CheckpointError(
-                f"a state that carries trajectories cannot be saved from {self._ranks.data.size} copies of the network, each of "
+                f"a state that carries trajectories cannot be saved from {self._ranks.data.size} "
+                f"copies of the network, each of "
                 "which has those of its own examples. Train with one copy, Ranks.grid(data=1)."
             )
         whole = state if self._ranks is None else self._ranks.gather(state)
@@ -138,7 +139,8 @@ class Checkpoints:
                     else f"that of step {self.latest} is kept"
                 )
                 raise CheckpointError(
-                    f"the checkpoint {self.folder / str(step)} cannot be written ({_reason(error)}); {kept}."
+                    f"the checkpoint {self.folder / str(step)} cannot be written "
+                    f"({_reason(error)}); {kept}."
                 ) from error
 
         self._once(write)
@@ -200,7 +202,8 @@ class Checkpoints:
             )
         if not self.skip_damaged:
             raise CheckpointError(
-                f"the checkpoint {path} is damaged ({reason}); to go on from the one before, of step {earlier[-1]}, set "
+                f"the checkpoint {path} is damaged ({reason}); to go on from the one before, of "
+                f"step {earlier[-1]}, set "
                 "skip_damaged=True."
             )
         self._set_aside(path)
@@ -231,7 +234,8 @@ class Checkpoints:
             meet(key="lp-jax-damaged", timeout_ms=round(1000 * _PATIENCE))
         except RuntimeError:  # they wait in orbax, for this one
             raise CheckpointError(
-                f"the checkpoint {path} is damaged for this process and not for all others; move it elsewhere to go on from the "
+                f"the checkpoint {path} is damaged for this process and not for all others; move "
+                f"it elsewhere to go on from the "
                 "one before."
             ) from None
         if jax.process_index() == 0:

@@ -83,7 +83,8 @@ class Controller:
             raise ValueError(f"bound must be positive; got {self.bound!r}.")
         if not 0 < self.least < self.most < 1:
             raise ValueError(
-                f"tolerances must have 0 < least < most < 1; got least={self.least!r}, most={self.most!r}."
+                f"tolerances must have 0 < least < most < 1; got least={self.least!r}, "
+                f"most={self.most!r}."
             )
 
     def begin(self, solver: Solver, adjoint_solver: Solver) -> Control:
@@ -91,7 +92,8 @@ class Controller:
         for name, each in (("solver", solver), ("adjoint_solver", adjoint_solver)):
             if each.rtol is None:
                 raise ValueError(
-                    f"a controller sets {name}.rtol, and this {type(each).__name__} has none. Give it one, and a cap on its "
+                    f"a controller sets {name}.rtol, and this {type(each).__name__} has none. Give "
+                    f"it one, and a cap on its "
                     "iterations: Picard(sweeps=32, rtol=1e-2)."
                 )
         return self._decision(self._within([solver.rtol, adjoint_solver.rtol]))
@@ -172,7 +174,8 @@ def _measure(
     size = max((len(x) for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=0)
     if size < 2:
         raise ValueError(
-            f"a controller measures the noise of a gradient by two halves of a batch; got {size} examples."
+            f"a controller measures the noise of a gradient by two halves of a batch; got {size} "
+            f"examples."
         )
 
     def part(begin: int, end: int) -> Batch:  # random keys stay

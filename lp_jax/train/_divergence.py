@@ -12,7 +12,8 @@ from lp_jax.train._types import Batch, Metrics
 
 ADVICE = (
     'the layer-parallel gradient may be wrong. Relax more (relaxation="FCF"), take a coarse step closer to the layers '
-    "(coarse_step=Picard(sweeps=2)), a smaller t1 or learning rate; more iterations help only where the norms come down"
+    "(coarse_step=Picard(sweeps=2)), a smaller t1 or learning rate; more iterations help only "
+    "where the norms come down"
 )
 _ROUNDING = 1e-5  # residual norms below this fraction of the state's norm are near the rounding of single precision
 
@@ -46,7 +47,8 @@ def divergence_message(step: int, metrics: Metrics, batch: Batch) -> str:
     outside = int(metrics.info.outside)
     if outside:
         return (
-            f"stopped at step {step}: {outside} labels of its batch are none of the classes, so that the loss is {loss}. Labels "
+            f"stopped at step {step}: {outside} labels of its batch are none of the classes, so "
+            f"that the loss is {loss}. Labels "
             "are integers from 0 to the number of classes less one; negative ones do not count."
         )
     for path, leaf in jax.tree.leaves_with_path(batch):
@@ -63,6 +65,7 @@ def divergence_message(step: int, metrics: Metrics, batch: Batch) -> str:
     elif not math.isfinite(metrics.gradient_norm):
         what = f"the gradient is not finite (norm {float(metrics.gradient_norm)})"
     return (
-        f"stopped at step {step}: {what}. Lower the learning rate; if training with the exact gradient "
+        f"stopped at step {step}: {what}. Lower the learning rate; if training with the exact "
+        f"gradient "
         '(solver=Serial()) stays finite, relax more (relaxation="FCF") or take coarse_step=Picard(sweeps=2).'
     )

@@ -141,7 +141,8 @@ def fit(
     _check.integer("epochs", epochs, least=0)
     if not callable(batches):
         raise TypeError(
-            "batches must be a function batches(epoch) that gives the batches of an epoch, for a list `lambda epoch: list`; "
+            "batches must be a function batches(epoch) that gives the batches of an epoch, for a "
+            "list `lambda epoch: list`; "
             f"got {type(batches).__name__}."
         )
     log = Log() if log is None else log
@@ -263,9 +264,10 @@ class _Recorder:
             }
             if metrics.stuck:
                 warnings["line search"] = (
-                    f"the line search tried {metrics.trials} step lengths, and none lowers the loss enough; the parameters stay "
-                    "as they are. Loss and gradient may not fit each other: take more iterations, forward and adjoint. Or the "
-                    "training is at its end."
+                    f"the line search tried {metrics.trials} step lengths, and none lowers the "
+                    f"loss enough; the parameters stay "
+                    "as they are. Loss and gradient may not fit each other: take more iterations, "
+                    "forward and adjoint. Or the training is at its end."
                 )
             for solve, message in warnings.items():
                 if message and number - self.warned.get(solve, -math.inf) >= self.quiet:

@@ -112,8 +112,8 @@ def nested(
     )
     if factors[0] != 1 or 1 in factors[1:] or any(rests):
         raise ValueError(
-            f"depths must begin with the model's {numbers[0]} layers, and each be a larger multiple of the one before; got "
-            f"{numbers[1:]}."
+            f"depths must begin with the model's {numbers[0]} layers, and each be a larger "
+            f"multiple of the one before; got {numbers[1:]}."
         )
     folders = [
         None if folder is None else Path(folder) / f"{depth.layers}-layers" for depth in depths
@@ -261,7 +261,8 @@ def on_trunk(
         layer = type(trunk.layers)
         if "index" in inspect.signature(layer.__call__).parameters:
             raise TypeError(
-                f"{layer.__name__} reads its number (the keyword index), and at another depth layers have other numbers. Let it "
+                f"{layer.__name__} reads its number (the keyword index), and at another depth "
+                f"layers have other numbers. Let it "
                 "read the time t, or train at one depth."
             )
         return change(trunk)
@@ -272,8 +273,10 @@ def on_trunk(
     ]
     if all(buffers):
         raise TypeError(
-            f"the trunk must be a LayerParallel, or a Network with such blocks; got {type(trunk).__name__}. The time steps of a "
-            "recurrent network share their weights, so there is nothing to refine: train it on shorter sequences first."
+            f"the trunk must be a LayerParallel, or a Network with such blocks; got "
+            f"{type(trunk).__name__}. The time steps of a "
+            "recurrent network share their weights, so there is nothing to refine: train it on "
+            "shorter sequences first."
         )
     changed = [
         part if is_buffer else on_trunk(part, change)

@@ -70,8 +70,8 @@ def one_shot(
     like = jax.eval_shape(loss_fn, params, batch, adjoint_solver, adjoint_solver)[1].trajectory
     if like is None:
         raise ValueError(
-            "loss_fn must return where its forward solve ended, train.Info(..., trajectory=solution.trajectory); it returned "
-            "no trajectory."
+            "loss_fn must return where its forward solve ended, train.Info(..., "
+            "trajectory=solution.trajectory); it returned no trajectory."
         )
 
     @jax.jit

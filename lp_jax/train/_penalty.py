@@ -49,7 +49,8 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
         raise ValueError(f"rtol must lie between 0 and 1; got {rtol!r}.")
     if problem.comm.splits:
         raise ValueError(
-            f"depth_penalty sums over all layers; got {problem.comm.size} ranks. Use a mesh (MeshComm) instead."
+            f"depth_penalty sums over all layers; got {problem.comm.size} ranks. Use a mesh "
+            f"(MeshComm) instead."
         )
     times = _inputs.times(problem.t0, problem.t1, problem.layers, _tree.real_dtype(problem.y0))
     index = jnp.arange(problem.layers, dtype=jnp.int32)

@@ -73,7 +73,8 @@ class Ranks:
         layers, rest = divmod(world.size, data)
         if rest:
             raise ValueError(
-                f"{world.size} ranks cannot be arranged as layers x data with data={data}; it must divide their number."
+                f"{world.size} ranks cannot be arranged as layers x data with data={data}; it must "
+                f"divide their number."
             )
         row, column = divmod(world.rank, layers)
         along, across = (MPIComm(world.comm.Split(color, world.rank)) for color in (row, column))

@@ -183,8 +183,9 @@ def call_loss(loss_fn: LossFn, *args: PyTree) -> Loss:
         signature.bind(*args)
     except TypeError as error:
         raise TypeError(
-            f"loss_fn is called as loss_fn(params, batch, solver, adjoint_solver{', restart' * (len(args) > 4)}), and this one "
-            f"has {signature}. Take the solvers as arguments, and pass them to lp_jax.solve."
+            f"loss_fn is called as loss_fn(params, batch, solver, "
+            f"adjoint_solver{', restart' * (len(args) > 4)}), and this one has {signature}. Take "
+            f"the solvers as arguments, and pass them to lp_jax.solve."
         ) from error
     out: PyTree = loss_fn(*args)  # not yet checked
     parts = out if isinstance(out, tuple) else (out,)
@@ -194,7 +195,8 @@ def call_loss(loss_fn: LossFn, *args: PyTree) -> Loss:
         ]
         got = f"({', '.join(kinds)})" if isinstance(out, tuple) else f"{kinds[0]} only"
         raise TypeError(
-            f"loss_fn must return (loss, info) with a lp_jax.train.Info; got {got}. For example: return loss, Info(total, "
+            f"loss_fn must return (loss, info) with a lp_jax.train.Info; got {got}. For example: "
+            f"return loss, Info(total, "
             "solution.stats, solution.result)."
         )
     return out

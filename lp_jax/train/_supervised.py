@@ -125,8 +125,8 @@ def classification(
         wanted = logits.shape[:-1]
         dtype = jnp.result_type(labels)
         said = (
-            f"labels must be integers of shape {wanted}, class numbers from 0 to {logits.shape[-1] - 1}; got {dtype} of shape "
-            f"{shape}"
+            f"labels must be integers of shape {wanted}, class numbers from 0 to "
+            f"{logits.shape[-1] - 1}; got {dtype} of shape {shape}"
         )
         if shape != wanted:
             hint = (
@@ -169,7 +169,8 @@ def _supervised(
 ) -> tuple[LossFn, PyTree]:
     if penalty is not None and not isinstance(model.trunk, LayerParallel):
         raise TypeError(
-            f"penalty is of one block of layers: the trunk must be a LayerParallel; got {type(model.trunk).__name__}. Add that "
+            f"penalty is of one block of layers: the trunk must be a LayerParallel; got "
+            f"{type(model.trunk).__name__}. Add that "
             "of each block in a loss of your own."
         )
     graphdef, state = nnx.split(model)
