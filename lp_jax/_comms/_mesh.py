@@ -136,7 +136,8 @@ class MeshComm(Comm):
                 "the pieces of a cycle need check_vma=False, and gradients outside of the "
                 "shard_map."
                 if inside
-                else f"comm={self} inside a shard_map that checks what varies between devices (check_vma=True) does not work. "
+                else f"comm={self} inside a shard_map that checks what varies between devices "
+                "(check_vma=True) does not work. "
                 "Spread the batch by its sharding instead of that shard_map; or call it with "
                 "check_vma=False, where each device has the gradient of its own share, and average "
                 "them (jax.lax.pmean)."

@@ -93,7 +93,10 @@ def _decode(x: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, lead: int) -> 
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         # The data of a key have another axis, for its words.
         words = _decode(x, jax.eval_shape(jax.random.key_data, like), lead)
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))  # type: ignore[arg-type]
+        return jax.random.wrap_key_data(
+            words,
+            impl=jax.random.key_impl(like),  # type: ignore[arg-type]
+        )
     return x.view(like.dtype).reshape(*x.shape[:lead], *like.shape[lead:])
 
 

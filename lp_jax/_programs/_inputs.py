@@ -190,7 +190,8 @@ def times(t0: Any, t1: Any, steps: int, dtype: DTypeLike) -> tuple[jax.Array, ja
         raise ValueError(
             f"t1 must be finite and later than t0; got t0={first}, t1={last}."
             if even
-            else f"t1 must be strictly increasing; got t1[{n}]={last[n]}, t1[{n + 1}]={last[n + 1]}."
+            else f"t1 must be strictly increasing; got t1[{n}]={last[n]}, "
+            f"t1[{n + 1}]={last[n + 1]}."
         )
     fractions = numpy.asarray(np.arange(steps) / steps, kind)
     t = first + (last - first) * fractions if even else last[:-1]

@@ -308,6 +308,10 @@ def seen_of(aux: PyTree, cotangents: PyTree) -> AuxCotangents:
     if cotangents is None:
         return ()
     leaves, structure = jax.tree.flatten(aux)
-    pairs = zip(leaves, structure.flatten_up_to(cotangents), strict=True)  # type: ignore[attr-defined]
+    pairs = zip(
+        leaves,
+        structure.flatten_up_to(cotangents),  # type: ignore[attr-defined]
+        strict=True,
+    )
     seen = tuple(None if isinstance(a, SymbolicZero) else a for x, a in pairs if _tree.inexact(x))
     return seen if any(a is not None for a in seen) else ()

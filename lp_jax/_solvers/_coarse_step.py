@@ -108,7 +108,11 @@ class PerInterval(CoarseStep):
                     y, Slices(layer.params, layer.data, layer.t, layer.dt, layer.index), shared
                 )
 
-            return self.function(one, u, Layer(x.params, None, x.data, x.t, x.dt, x.index, None))  # type: ignore[arg-type]
+            return self.function(
+                one,
+                u,
+                Layer(x.params, None, x.data, x.t, x.dt, x.index, None),  # type: ignore[arg-type]
+            )
 
         return Coarse(through, _tree.split(chain.slices, span))
 

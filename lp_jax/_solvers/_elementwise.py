@@ -33,9 +33,9 @@ from lp_jax._levels._sweep import sweep
 from lp_jax._solvers._solver import AllStates, Start
 
 _SAME_ORDER = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
-_BY_ITSELF = """abs add add_any and ceil clamp convert_element_type cos cosh div eq exp exp2 expm1 floor ge gt integer_pow le
-    log log1p logistic lt max min mul ne neg not one_minus_square or pow rsqrt select_n sign sin sinh sqrt square sub tan
-    tanh xor""".split()  # noqa: SIM905
+_BY_ITSELF = """abs add add_any and ceil clamp convert_element_type cos cosh div eq exp exp2 expm1
+    floor ge gt integer_pow le log log1p logistic lt max min mul ne neg not
+    one_minus_square or pow rsqrt select_n sign sin sinh sqrt square sub tan tanh xor""".split()  # noqa: SIM905
 # numbers of a block, one for each thread; steps whose operands are loaded together
 _BLOCK, _UNROLL = (
     32,
