@@ -166,7 +166,10 @@ def scans(f: Callable[..., PyTree], **options: Any) -> Callable[..., Scans]:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The options of `parallel`, and the evaluation of a program by them; without ``jit`` where ``tell`` is given every scan."""
+    """The options of `parallel`, and the evaluation of a program by them.
+
+    If there is a ``tell``, it is called with every scan, and jitted functions are evaluated inline.
+    """
 
     solver: Solver | None = None
     adjoint_solver: Solver | None = None
@@ -209,7 +212,7 @@ class Rules:
         return evaluate(jaxpr, consts, args, self._operation)
 
     def _operation(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        """Evaluate an operation; one with scans inside, of programs whose scans are solved."""
+        """Evaluate an operation. If there are scans in the programs within it, these are solved."""
         name, p = eqn.primitive.name, eqn.params
         if _in_gradient(eqn) and not self.in_gradient:
             return dataclasses.replace(self, in_gradient=True)._operation(eqn, ins)
@@ -302,7 +305,7 @@ class Rules:
     def _decide(
         self, eqn: core.JaxprEqn, given: tuple[Any, ...]
     ) -> tuple[Scan, tuple[Solver | None, Solver | None] | None]:
-        """Describe a scan, and pick its solvers; None if it is left as it is."""
+        """Describe a scan, and pick its solvers, or None if the scan stays as it is."""
         program = eqn.params["jaxpr"].jaxpr
         about = Scan(
             length=eqn.params["length"],
@@ -379,7 +382,7 @@ class Rules:
         return about._replace(takes=str(taken[0]), problem=problem, seconds=seconds), solvers
 
     def _left(self, eqn: core.JaxprEqn, why: str, solver: Solver | None) -> None:
-        """Say that a scan is left as it is; of one with scans inside, these are looked at."""
+        """Warn that a scan is left as it is, unless there are scans inside it, which are looked at next."""
         if self.strict:
             raise ValueError(
                 f"lp_jax.pipeline cannot spread a scan, {_source(eqn)}: {why.rstrip('.')}. Take "
@@ -390,7 +393,7 @@ class Rules:
             self._warn(f"leaves a scan as it is, {_source(eqn)}: {why.rstrip('.')}", solver)
 
     def _warn(self, what: str, solver: Solver | None) -> None:
-        """Warn that a solver or comm is named and not used; Python shows each text once."""
+        """Warn that a solver or comm is named and not used. Python shows each text once."""
         if self.strict:
             raise ValueError(f"lp_jax.pipeline {what}.")
         named = solver is not None and not solver.chooses

@@ -313,7 +313,7 @@ def _in_pipeline(
 
 
 def _partitions(program: Program, arrays: Arrays) -> Output:
-    """Partitions of the outputs of a solve: those of ``y0`` for states, and for aux of the same shape."""
+    """Partitions of the outputs of a solve. States, and aux of a state's shape, have the partitions of ``y0``."""
     # An aux of the state's shape is likely spread like the state.
     like = {x.shape: _spec(x) for x in jax.tree.leaves(arrays.y0)}
     layer = program.chain(*arrays[:3]).step(0, aux=True)

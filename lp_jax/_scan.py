@@ -137,7 +137,7 @@ def scanned(
 
 @dataclasses.dataclass(frozen=True)
 class _BodyStep:
-    """A scan's body as ``step(y, layer)``; ``layer.data`` begins with the leaves of the carry that are not solved for."""
+    """A scan's body as ``step(y, layer)``. ``layer.data`` begins with the leaves of the carry that are not solved for."""
 
     body: Body
     carry: jax.tree_util.PyTreeDef

@@ -51,7 +51,7 @@ class Solution(NamedTuple):
 
     @property
     def result(self) -> jax.Array:
-        """An int32 code; 0 is done as asked, `RESULTS` has the messages."""
+        """An int32 code. 0 is done as asked; `RESULTS` has the messages."""
         return self.stats.result
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ class Solution(NamedTuple):
         )
 
     def raise_if_failed(self) -> "Solution":
-        """Return the solution itself, or raise `SolveError`; not under jit. Serial propagation after all is not a failure."""
+        """Return the solution itself, or raise `SolveError`. It does not work under jit. A fallback to `Serial` is no failure."""
         if isinstance(self.result, jax.core.Tracer):
             raise SolveError(
                 "raise_if_failed() was called under jit or another transformation; call it on what "
@@ -84,7 +84,7 @@ class Solution(NamedTuple):
         return self
 
     def _reason(self, code: int) -> str:
-        """The message of a result code; if the state is not finite, with the first layer whose output is not."""
+        """The message of a result code. If the state is not finite, it names the first layer whose output is not."""
         if code != NON_FINITE or jnp.ndim(self.result):
             return RESULTS[code]
         leaves = jax.tree.leaves(self.trajectory)

@@ -18,7 +18,7 @@ def in_chunks(
     *,
     reverse: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Run ``carry, ys = f(carry, xs)`` on ``size`` entries of ``xs`` at a time, which ``ys`` has, too; a rest comes last."""
+    """Run ``carry, ys = f(carry, xs)`` on ``size`` entries of ``xs`` and ``ys`` at a time. A shorter rest comes last."""
     n = _tree.leading(xs)
     size = chunk(n, size)
     if size >= n:

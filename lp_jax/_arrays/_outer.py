@@ -24,7 +24,7 @@ DimensionNumbers = tuple[
 def with_few_terms(
     program: core.ClosedJaxpr, terms: int, home: AbstractMesh | None = None
 ) -> Callable[..., list[jax.Array]]:
-    """Turn a program into a function; products of at most ``terms`` rows with a matrix sum outer products for its gradient.
+    """Turn a program into a function that forms gradients of weights as sums of outer products where ``terms`` rows are enough.
 
     ``home`` is the mesh that it was traced on, by default that of the caller.
     """

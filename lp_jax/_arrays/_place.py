@@ -47,7 +47,7 @@ def _unconstrained(operation: Operation) -> Operation:
 
 
 def automatic(program: Any) -> Any:
-    """Trace a program again, on `NO_MESH`: its types, and those of the programs within, hold no places.
+    """Trace a program again, on `NO_MESH`, so that its types and those of the programs within it hold no places.
 
     JAX refuses types with explicit axes in loops of a ``shard_map``, and places that its own rules do not keep. Derivative
     rules, and a user's ``shard_map``, know the types of their trace. Other parameters of operations are returned as they are.
@@ -82,7 +82,7 @@ def placed_here(x: Any) -> Any:
 
 
 def nowhere(x: Any) -> NamedSharding:
-    """The place of an array of the caller's mesh, of which no axis divides it."""
+    """The place of an array that no axis of the caller's mesh divides."""
     return NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*[None] * x.ndim))
 
 

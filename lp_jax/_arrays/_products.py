@@ -11,12 +11,12 @@ from lp_jax._arrays import _tree
 
 
 def array_type(v: core.Var | core.Literal) -> Any:
-    """The type of an array in a program; a type checker knows ``aval`` as that of any value."""
+    """The type of an array in a program. It exists for type checkers, which know ``aval`` as the type of any value."""
     return v.aval
 
 
 def variables(values: Sequence[Any]) -> list[core.Var]:
-    """The variables among the operands or results of operations; the others are literals."""
+    """The variables among the operands or results of operations, which may also be literals."""
     return [v for v in values if not isinstance(v, core.Literal)]
 
 
@@ -28,7 +28,7 @@ def live(jaxpr: core.Jaxpr) -> core.Jaxpr:
 def walk(
     equations: Sequence[core.JaxprEqn], into: Sequence[str] | None = None
 ) -> Iterator[core.JaxprEqn]:
-    """These equations, and all in the programs within them; with ``into``, within operations of these names only."""
+    """Yield these equations and all in the programs within them. With ``into``, only operations of these names are entered."""
     for equation in equations:
         yield equation
         if into is None or equation.primitive.name in into:
@@ -97,7 +97,7 @@ Operation = Callable[
 def follow(
     jaxpr: core.Jaxpr, inputs: Sequence[Any], operation: Operation, otherwise: Any
 ) -> list[Any]:
-    """Propagate values from the inputs of a program to its results; literals and constants have the value ``otherwise``."""
+    """Propagate values from the inputs of a program to its results. Literals and constants have the value ``otherwise``."""
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def of(v: core.Var | core.Literal) -> Any:

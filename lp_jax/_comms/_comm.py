@@ -48,7 +48,7 @@ class Comm(abc.ABC):
 
     @property
     def kind(self) -> str:
-        """Kind of the workers' devices, `jax.Device.device_kind`, where they may be others than JAX's; empty by default."""
+        """The `jax.Device.device_kind` of the workers if they may not be JAX's own devices; empty by default."""
         return ""
 
     @property
@@ -73,7 +73,7 @@ class Comm(abc.ABC):
     def init(
         self, make: Callable[[jax.Array], PyTree], keys: jax.Array, solvers: Sequence[Unit] | None
     ) -> PyTree:
-        """Return ``make(keys)``, stacked over the layers, where it is used; not spread if ``solvers`` is None."""
+        """Return ``make(keys)``, stacked over the layers, on the workers that use it. It is not spread if ``solvers`` is None."""
         return make(keys if solvers is None else self.share(keys, solvers))
 
     def share(self, stacked: Stacked, solvers: Sequence[Unit]) -> Stacked:
@@ -81,17 +81,17 @@ class Comm(abc.ABC):
         return stacked
 
     def replicate(self, tree: PyTree) -> PyTree:
-        """Return the tree; its gradient is summed over the workers, as each uses it for its own layers."""
+        """Return the tree. Its gradient is summed over the workers, because each one uses it for its own layers."""
         return tree
 
     def compared(self, tree: PyTree) -> PyTree:
-        """Return the tree, ``y0`` and ``shared``; its numbers may be compared between the workers' callers."""
+        """Return the tree of ``y0`` and ``shared``. A comm may compare its numbers between the processes."""
         return tree
 
     def adapt(
         self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]
     ) -> Callable[[PyTree], PyTree]:
-        """Return ``program`` for these arrays; ``specs()`` are the partitions of its outputs, for types that hold them."""
+        """Return ``program`` for these arrays. Types that hold a partition take that of the outputs from ``specs()``."""
         return program
 
     def spread(self, stacked: Stacked) -> Stacked:

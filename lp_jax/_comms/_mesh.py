@@ -81,7 +81,7 @@ class MeshComm(Comm):
 
     @property
     def automatic(self) -> Mesh | AbstractMesh:
-        """The mesh with all axes automatic; inside a `jax.shard_map` over other axes, the mesh of that context."""
+        """The mesh with all axes automatic. Inside a `jax.shard_map` over other axes it is the mesh of that context."""
         names, here = self.mesh.axis_names, jax.sharding.get_abstract_mesh()
         # A nested shard_map must name the mesh of its context, which knows that the outer axes are manual.
         if here.manual_axes and here.axis_names == names:
@@ -117,7 +117,7 @@ class MeshComm(Comm):
     def place(
         self, layers: int, solvers: Sequence[Unit], operands: Operands, inside: bool = False
     ) -> Workers:
-        """Runs of whole intervals, equally long; the last ones may hold slots beyond the last layer."""
+        """Cut the layers into equally long runs of whole intervals. The last runs may have slots beyond the last layer."""
         # Inside of a shard_map every device passes its own layers, so the network is `size` times as long.
         whole = layers * self.size if inside else layers
         unit = common_unit(solvers, whole)
@@ -269,7 +269,7 @@ def _with_automatic_axes(
 
 @dataclasses.dataclass(frozen=True)
 class OnMesh(Workers):
-    """The devices along one axis of a mesh, inside a ``shard_map`` over it; each holds the same number of slots."""
+    """The devices along one axis of a mesh, inside a ``shard_map`` over it. Each one holds the same number of slots."""
 
     mesh: Mesh | AbstractMesh
     axis: str

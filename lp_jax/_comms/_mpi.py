@@ -108,12 +108,12 @@ class MPIComm(Comm):
 
     @property
     def python_comm(self) -> "Intracomm":
-        """Communicator for Python; compiled programs, which may still run, use another."""
+        """The communicator for Python. Compiled programs use another one, because they may still run."""
         return self._duplicates[1]
 
     @property
     def _duplicates(self) -> "tuple[Intracomm, Intracomm, Intracomm]":
-        """Communicators of the same ranks for programs, for Python and for the marks of `_together`, kept by MPI."""
+        """Three communicators of the same ranks, which MPI keeps: for programs, for Python and for the marks of `_together`."""
         # MPI keeps the duplicates as an attribute of the communicator, so that equal `MPIComm` objects share them.
         kept: Any = self.comm.Get_attr(_attribute())
         if kept is None:
@@ -131,7 +131,7 @@ class MPIComm(Comm):
         return hash(self._key())
 
     def sum(self, tree: PyTree) -> PyTree:
-        """Return the sum over the ranks, on each of them; under jit too. One message per dtype."""
+        """Return the sum over the ranks, on each of them, under jit too. It takes one message per dtype."""
         return self._reduce("SUM", tree)
 
     def max(self, tree: PyTree) -> PyTree:
@@ -233,7 +233,7 @@ _replicate.defvjp(
 
 
 def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
-    """Return the tree; the program fails where the bits of its numbers differ between ranks."""
+    """Return the tree, and let the program fail if the bits of its numbers differ between ranks."""
 
     def same_bits(most: np.ndarray, least: np.ndarray) -> np.ndarray:
         if np.any(np.asarray(most) != np.asarray(least)):
@@ -389,7 +389,7 @@ class OnRanks(Workers):
         return one_after_another(exchanging, entries)
 
     def _exchange(self, tree: PyTree, source: int | None, dest: int | None) -> PyTree:
-        """Send ``tree`` to one rank and receive such a tree from another; without a source, the result tells when it is sent."""
+        """Send ``tree`` to one rank and receive such a tree from another. Without a source, the result waits for the sending."""
         mpi, mpi4jax = _modules()
         if source is None and dest is None:
             return _tree.zeros_like(tree)
@@ -440,7 +440,7 @@ def _register_messages() -> None:
         mpi4jax.sendrecv(x, x, 0, 0, comm=comm)
 
     def again(_: object, unknown: Any, held: Any, eqn: Any) -> Any:
-        """The operation in the forward pass, unless an operand is unknown there; in the backward pass; and what that needs."""
+        """Keep the operation in the backward pass, and in the forward pass, too, if that knows all operands."""
         # `unknown` says which operands the forward pass does not know.
         later = any(unknown)
         needs = [x for x, here in zip(eqn.invars, held, strict=True) if not here]

@@ -18,7 +18,10 @@ patiences: list[float] = []  # of all communicators; when this rank ends, it wai
 def marks(
     comm: "Intracomm", mine: bytes, patience: float, *, until: bytes | None = None
 ) -> tuple[dict[int, bytes], list[int]]:
-    """Send a mark to all other ranks; return theirs, and who sent none in time. Others than ``until`` are passed over."""
+    """Send a mark to all other ranks, and return their marks and the ranks that sent none in time.
+
+    With ``until``, other marks than this one are passed over.
+    """
     others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
     # Sends do not block, because a rank that has ended would never receive.
     sent = [comm.Isend([bytearray(mine), 1], dest=rank) for rank in others]
@@ -42,7 +45,7 @@ def marks(
 
 
 def meet(comm: "Intracomm", patience: float) -> None:
-    """Wait until all ranks are here; refuse where some have left, or do not come in time."""
+    """Wait until all ranks are here, and raise an error if some have ended or do not come in time."""
     # A rank that has ended sent `_LEFT`, which arrives here in the place of `_HERE`.
     found, missing = marks(comm, _HERE, patience)
     left = [rank for rank, mark in found.items() if mark == _LEFT]

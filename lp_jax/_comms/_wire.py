@@ -38,7 +38,7 @@ def _never(tree: PyTree) -> jax.Array:
 
 
 def depend(tree: PyTree, others: PyTree) -> PyTree:
-    """Return the tree. JAX takes each of its arrays to depend on all ``others``; XLA drops that, a choice between equals."""
+    """Return the tree, made to depend on all ``others`` for JAX. XLA drops this, because it is a choice between equals."""
     arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
     # Arrays of length 0 cost nothing, but JAX traces the dependence.
     none = [x.reshape(-1)[:0] != x.reshape(-1)[:0] for x in arrays]

@@ -94,7 +94,7 @@ class Workers(abc.ABC):
         """
 
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
-        """Run on one worker after the other, each from the last state of the one before; ``active - 1`` messages."""
+        """Run on one worker after the other, each from the last state of the one before. This takes ``active - 1`` messages."""
 
         def turn(entry: State, number: jax.Array | int) -> tuple[State, PyTree, PyTree]:
             out, at = run(entry), 0 if reverse else -1
@@ -232,7 +232,7 @@ class Workers(abc.ABC):
     def _decayed_before(
         self, increments: Stacked, y0: State, factor: Scalar, *, reverse: bool
     ) -> State:
-        """The sum that enters this worker; each maps it to ``power * sum + total``, and the first one starts from ``y0``."""
+        """The sum that enters this worker. A worker maps it to ``power * sum + total``, and the first one starts from ``y0``."""
         y0, here = _tree.wide(y0), self.index() == self.first(reverse)
         start = select(here, y0, _tree.zeros_like(y0))
         _, total = _tree.prefix_sums(increments, start, reverse=reverse, factor=factor)
@@ -281,7 +281,7 @@ _LATENCY = 100_000
 
 
 def select(condition: bool | jax.Array, a: PyTree, b: PyTree) -> PyTree:
-    """``a`` where the scalar condition holds, else ``b``; without an operation if it is a Python boolean."""
+    """``a`` if the scalar condition holds, else ``b``. For a Python boolean there is no operation."""
     if isinstance(condition, bool):
         return a if condition else b
     return _tree.where(condition, a, b)

@@ -31,7 +31,7 @@ class Chain:
     level: int | None = None
 
     def at_once(self, setting: int | float | str, least: int = 1) -> int:
-        """Number of layers that a solver with this setting evaluates at once, on each worker; ``least`` if that may be."""
+        """Number of layers that a solver with this setting evaluates at once on each worker, at least ``least`` for a number."""
         # In a batch JAX draws other random numbers from some kinds of keys, so layers that use them are evaluated one by one.
         if self.traced.footprint.alone:
             return 1
@@ -98,7 +98,7 @@ class Chain:
 
 
 def pad_slices(slices: Slices, n: int, layers: int) -> Slices:
-    """Pad to ``n`` slices; the new ones are inert, as their index is the number of layers."""
+    """Pad to ``n`` slices. The new ones are inert, because their index is the number of layers."""
     length: int = slices.index.shape[0]
     if n == length:
         return slices

@@ -1,4 +1,4 @@
-"""The user's step as solvers call it: its Python code runs once, and its program is evaluated; or linearised."""
+"""The user's step as solvers call it. Its Python code runs once; solvers evaluate or linearise its program."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -65,7 +65,7 @@ class LayerStep:
     def evaluate(
         self, u: State, x: Slices, shared: Shared, *, aux: bool, layers: int | None
     ) -> PyTree:
-        """Return ``u_next``, with ``aux`` ``(u_next, aux)``; padding, slices with an index >= ``layers``, does nothing."""
+        """Return ``u_next``, or ``(u_next, aux)`` with ``aux``. A slice with an index >= ``layers`` does nothing."""
         if self.retraced:
             out = self(u, x, shared[0])
         else:
@@ -91,7 +91,7 @@ class LayerStep:
 
 
 def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
-    """Whether a derivative rule in a step's program uses a value of its trace, and cannot be evaluated later; or it may."""
+    """Whether a derivative rule in a step's program uses, or may use, a value of its trace, so that it cannot be used later."""
 
     def transpose(*arguments: jax.Array) -> PyTree:
         leaves, combine = _tree.partition(list(arguments))

@@ -102,7 +102,7 @@ class Level:
         return self.workers.last(u, self.interval_span, reverse=self.reverse)
 
     def edge(self, u: CPoints) -> State:
-        """The state that leaves this worker, given its C-points; ``y0`` if it has none."""
+        """The state that leaves this worker, given its C-points, or ``y0`` if it has none."""
         at = 0 if self.reverse else -1
         return jax.tree.map(lambda x, y: x[at] if len(x) else y, u, self.y0)
 
@@ -114,7 +114,7 @@ class Level:
 
     @property
     def ends_short(self) -> bool:
-        """Whether the chain ends within an interval; the state after its last step is a C-point nevertheless."""
+        """Whether the chain ends within an interval. The state after its last step is a C-point all the same."""
         return (
             bool(self.workers.total(self.span) % self.factor)
             and not self.reverse
@@ -188,7 +188,7 @@ class Level:
 
 
 class Residual(NamedTuple):
-    """Residuals of this worker, as a solver returns them to the driver; trees like a state.
+    """Residuals of this worker, as a solver returns them to the driver. Both fields are trees like a state.
 
     Attributes:
         squares: sums of squared magnitudes over the C-points, for each component, in units of the level so that they neither

@@ -27,7 +27,7 @@ _STALLED = 4  # iterations that do not halve an error that had fallen tenfold: r
 
 
 class Progress(NamedTuple):
-    """How near the iterations of a solver with a tolerance are to it. All workers have the same numbers.
+    """The progress of iterations towards a tolerance. All workers have the same numbers.
 
     Attributes:
         errors: changes or residuals of the iterations that were made, in sizes of the first one; norms of residuals if there is
@@ -72,7 +72,7 @@ class Progress(NamedTuple):
     def compare_changes(
         self, y0: State, found: "Changes", rtol: float | jax.Array
     ) -> tuple["Progress", Scalar]:
-        """Compare the error that is left with ``rtol``; the second result is what `hopeless` compares ``errors`` with."""
+        """Compare the error that is left with ``rtol``. The second result is the goal of `hopeless`."""
         progress = self._in_first_sizes(y0, found.change, found.size)
         error = error_of_changes(y0, found).astype(self.errors.dtype)
         left = left_after(error, progress.errors, self.done)
@@ -186,7 +186,7 @@ def _mean_square(x: jax.Array) -> jax.Array:
 
 
 def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a / b``, or ``a`` of nothing; what is not finite is infinite."""
+    """``a / b``, or ``a`` where ``b`` is not positive. A result that is not a number is infinite."""
     ratio = jnp.where(b > 0, a / b, a)
     return jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
 

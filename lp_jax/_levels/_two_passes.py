@@ -40,11 +40,11 @@ class TwoPasses:
         return out[:n], out[n:early], out[early:]
 
     def gradients(self, given: PyTree, operands: PyTree) -> list[jax.Array]:
-        """Return the late gradients; ``given`` is what was passed, and the sources."""
+        """Return the late gradients. ``given`` has the values that `back` passed on, and the sources."""
         return self._run(self.second, (given, operands))
 
     def _run(self, part: core.Jaxpr, args: PyTree) -> list[jax.Array]:
-        """Evaluate it. JAX refuses operations between types of the trace and those of loops that values came through."""
+        """Evaluate a part. Values get the types of its trace, because JAX refuses to mix these with types of loops."""
         values = map(retyped, jax.tree.leaves(args), [array_type(v).sharding for v in part.invars])
         return list(map(placed_here, evaluate(part, self.consts, [*values], bind)))
 

@@ -88,7 +88,7 @@ def solve_adjoint(
         forward = tuple(level.linearised_at(states) for level in forward)
 
     def entering_coarse(span: int) -> Points:
-        """States that enter every ``span``-th layer; after C-relaxation where they are C-points of the forward solve."""
+        """States that enter every ``span``-th layer. C-points of the forward solve are taken after C-relaxation."""
         if span % stride:
             return jax.tree.map(lambda x: x[::span], states)
         c_points = chain.workers.incoming(saved.c_points, chain.y0, stride, reverse=False)
@@ -235,9 +235,9 @@ def _transpose_transfer(level: Level) -> Transfer:
 
 
 def emitting(chain: Chain, cotangents: Sequence[Stacked | None]) -> tuple[Advance, list[Stacked]]:
-    """The layer on the finest level, emitting the inexact leaves of aux that the loss sees; and their cotangents.
+    """The layer on the finest level, which emits the inexact leaves of aux that the loss sees, and their cotangents.
 
-    These are zero beyond the last layer.
+    The cotangents are zero beyond the last layer.
     """
     layer, sources = chain.step(0, aux=True), [a for a in cotangents if a is not None]
 

@@ -1,4 +1,7 @@
-"""A context that replaces the solvers of all solves traced inside it, or reports their stats; a key of ``jax.jit``'s caches."""
+"""A context that replaces the solvers of all solves traced inside it, or reports their stats.
+
+It is a part of the keys of ``jax.jit``'s caches.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -41,7 +44,7 @@ def is_tracing() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Piping:
-    """How microbatches go through a row of workers, for the solves of one of them; compared by its key, as `ResultCounter` is."""
+    """How microbatches go through a row of workers, as a solve of one microbatch sees it. It is compared by its key."""
 
     comm: Comm
     # of the microbatch: an array that ``jax.vmap`` maps over them
@@ -55,7 +58,7 @@ Report = Callable[[str, Solver, int], Callable[[Stats], None]]
 
 
 class SolveContext(NamedTuple):
-    """Replacements and reports for the solves inside the context; None leaves them as they are."""
+    """Replacements and reports for the solves inside the context. None leaves a solve as it is."""
 
     solvers: tuple[Solver, Solver | None] | None = None  # forward and adjoint, of all solves
     report: Report | None = None

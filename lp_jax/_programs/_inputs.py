@@ -61,7 +61,7 @@ class Network:
 
 
 def state(y0: State) -> State:
-    """Return ``y0`` as arrays; refuse leaves that are not floating point or complex."""
+    """Return ``y0`` as arrays, and refuse leaves that are neither floating point nor complex."""
     leaves = jax.tree.leaves_with_path(y0)
     if not leaves:
         raise ValueError("y0 has no arrays in it; pass the state that enters the first layer.")
@@ -77,7 +77,7 @@ def state(y0: State) -> State:
 
 
 def arrays(tree: PyTree, name: str = "y0") -> PyTree:
-    """Return the leaves as arrays; shape structs stay."""
+    """Return the leaves as arrays. Shape structs stay as they are."""
 
     def leaf(path: jax.tree_util.KeyPath, x: Any) -> jax.Array | jax.ShapeDtypeStruct:
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -127,7 +127,7 @@ def alike(a: PyTree, b: PyTree) -> bool:
 
 
 def number_of_layers(params: PyTree, data: PyTree, *, one_worker: bool = True) -> int:
-    """The common leading length of all leaves of ``params`` and ``data``; 0 is refused on ``one_worker``."""
+    """Return the common leading length of all leaves of ``params`` and ``data``. On ``one_worker`` it must not be 0."""
     lengths = {}
     for name, tree in (("params", params), ("data", data)):
         for path, leaf in jax.tree.leaves_with_path(tree):
@@ -200,7 +200,7 @@ def times(t0: Any, t1: Any, steps: int, dtype: DTypeLike) -> tuple[jax.Array, ja
 
 
 def comm(value: object) -> Comm:
-    """Return where the layers live: one device for None, or the row of a pipeline; for a mesh, its axis "layers"."""
+    """Return where the layers live. None is one device, or the row of a pipeline; a mesh is its axis "layers"."""
     if value is None or value == OneDevice():
         return OneDevice() if asked.value.piping is None else asked.value.piping.comm
     if isinstance(value, Mesh):
@@ -241,7 +241,7 @@ def step_output(out: PyTree, u: State, has_aux: bool) -> None:
 
 
 def trajectory(name: str, value: CPoints, y0: State, intervals: int) -> CPoints:
-    """Return C-points with leaves ``(intervals, ...)``; refuse all else."""
+    """Return C-points with leaves ``(intervals, ...)``, and refuse all else."""
     # Structures, shapes and dtypes are compared in one go, as trees of shape structs.
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct((intervals, *x.shape), x.dtype), y0)
     got = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
@@ -299,6 +299,6 @@ def solvers(solver: Any, adjoint_solver: Any = None, *, optional: bool = False) 
 
 
 def pair(solver: Solver, adjoint_solver: Solver | None) -> tuple[Solver, Solver]:
-    """Return both solvers; that of the adjoint system, which is linear, has a default. Refuse others."""
+    """Return both solvers, and refuse values that are not solvers. The forward solver has a default for the adjoint system."""
     solvers(solver, adjoint_solver)
     return solver, adjoint_solver or solver.for_adjoint()

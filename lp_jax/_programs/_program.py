@@ -68,7 +68,7 @@ class Program:
     ends: bool = False  # whether the gradient has the cotangents at which the adjoint solve ended
 
     def ended(self, result: jax.Array) -> jax.Array:
-        """The result code of a solve; `SERIAL` for `DONE` where nothing else was tried."""
+        """The result code of a solve, which is `SERIAL` in the place of `DONE` where nothing else was tried."""
         return (
             result
             if self.done == DONE
@@ -140,7 +140,7 @@ class Program:
         return out, pullback
 
     def chain(self, slices: Slices, y0: State, shared: PyTree, *others: PyTree) -> Chain:
-        """The chain of these layers: all layers, or those of one worker; ``others`` are the other arrays of a solve."""
+        """The chain of these layers, all of them or those of one worker. ``others`` are the other arrays of the solve."""
         where, operands = self.workers, {"slices": slices, "y0": y0, "shared": shared}
         # On MPI ranks every message is made to depend on all arrays of the solve; other workers ignore them.
         where = where.solving((slices, y0, shared, others))
@@ -264,7 +264,10 @@ def _backward(
     cotangent: State,
     seen: AuxCotangents,
 ) -> tuple[Arrays, Stats]:
-    """The adjoint solve: the gradient, with the final cotangents as ``adjoint_guess`` if the program has ``ends``; the stats."""
+    """The adjoint solve: the gradient and the stats.
+
+    If the program has ``ends``, the ``adjoint_guess`` of the gradient holds the final cotangents.
+    """
     solver, workers, stride = arrays.adjoint_solver, program.workers, program.adjoint_stride
 
     def body(

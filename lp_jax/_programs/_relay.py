@@ -1,4 +1,4 @@
-"""Layers one after another over a row of workers, exactly: a relay; with several microbatches that follow each other, a pipeline.
+"""A relay takes the state through the layers of one worker after the other, exactly. With several microbatches it is a pipeline.
 
 A worker's layers keep what their transposes need, for each microbatch. Cotangents of the state come back from worker to worker.
 Then all workers form the gradients of their own layers at once, layer by layer, summed over microbatches: no array has an axis
@@ -41,7 +41,7 @@ class Mapped(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the steps of a worker keep for the gradient, leaves ``(count, steps, ...)`` for ``count`` microbatches."""
+    """Arrays that the steps of a worker keep for the gradient, leaves ``(count, steps, ...)`` for ``count`` microbatches."""
 
     states: Stacked  # that enter the steps
     linearisations: PyTree
@@ -70,7 +70,7 @@ class Relay:
     def operands(
         self, number: jax.Array | int, *step: jax.Array | int
     ) -> tuple[tuple[Slices, AuxCotangents], PyTree]:
-        """Operands of a microbatch, stacked and shared; of one of its steps."""
+        """Stacked and shared operands of a microbatch, for all its steps or for one of them."""
         stacked = _tree.take(self.stacked, *step) if step else self.stacked
         return (
             _entries(stacked, self.mapped.slices, number, axis=1 - len(step)),
@@ -166,7 +166,7 @@ class Relay:
         return slices, y0, combine_shared(chain.workers.sum(gradients[n:]), fill=None)
 
     def _step(self, u: State, x: Slices, shared: PyTree) -> tuple[State, tuple[PyTree, Stacked]]:
-        """A step: the next state; aux, and the states after its layers."""
+        """Make a step, and return the next state, and the pair of aux and the states after its layers."""
         if self.whole:
             # `home` is the mesh under which the step was traced.
             home = self.chain.traced.steps[0][1].home or jax.sharding.get_abstract_mesh()
@@ -281,7 +281,7 @@ def backward(
 
 
 def _by_microbatch(program: Any, arrays: Arrays) -> tuple[tuple[Slices, State, PyTree], Mapped]:
-    """The operands with the layers before the microbatches, of which there is one if none are given."""
+    """Return the operands with the axis of the layers first. Without microbatches the whole solve is a single one."""
     slices, y0, shared = arrays[:3]
     if program.mapped:
         return (_swapped(slices, program.mapped.slices), y0, shared), program.mapped
@@ -303,7 +303,7 @@ def _leafwise(
 
 
 def _entries(tree: PyTree, flags: Sequence[bool], number: jax.Array | int, axis: int = 0) -> PyTree:
-    """The operands of a microbatch, from those of all of them; flags say which leaves have an axis for it."""
+    """Pick the operands of a microbatch. The flags say which leaves have an axis for the microbatches."""
 
     def one(x: jax.Array, each: bool) -> jax.Array:
         return lax.dynamic_index_in_dim(x, number, axis, keepdims=False) if each else x
@@ -318,7 +318,7 @@ def _placed(
     count: int,
     axis: int = 0,
 ) -> list[jax.Array]:
-    """Undo `_entries` for the gradients of a microbatch: those of operands of its own are zero for all others."""
+    """Undo `_entries` for the gradients of a microbatch. Gradients of its own operands are zero for all other microbatches."""
 
     def one(x: jax.Array, each: bool) -> jax.Array:
         if not each:

@@ -38,7 +38,7 @@ def counts_of(forward: jax.Array, adjoint: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def count_ends(counts: jax.Array, result: jax.Array, y1: PyTree) -> PyTree:
-    """Return ``y1``; the cotangent of ``counts`` counts a solve that JAX differentiates itself."""
+    """Return ``y1``. The cotangent of ``counts`` counts a solve that JAX differentiates itself."""
     return y1
 
 

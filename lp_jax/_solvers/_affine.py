@@ -65,7 +65,7 @@ def solve(workers: Workers, maps: Maps, kind: Jacobians, *, reverse: bool) -> ja
 
 
 def _group(maps: Maps, kind: Jacobians) -> Maps:
-    """Group leaves ``(n, ...)`` as ``(groups, size, ...)``; identities are appended where no size divides n."""
+    """Group leaves ``(n, ...)`` as ``(groups, size, ...)``. Identities are appended if no size divides n."""
     n = len(maps.vector)
     size = n if n <= 2 * kind.group else _tree.divisor(n, kind.group)
     if size == 1 < n:

@@ -1,4 +1,4 @@
-"""Which numbers of a state a linear function combines, read from its program."""
+"""Find out, from its program, which numbers of a state a linear function combines."""
 
 import functools
 import math

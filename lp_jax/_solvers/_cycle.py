@@ -1,4 +1,4 @@
-"""Multigrid cycles over a tuple of levels, finest first. Static recursion; one screen, like the paper's algorithm."""
+"""Multigrid cycles over a tuple of levels, finest first. The recursion is static, like the algorithm in the paper."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def fas_cycle(
 
 
 def coarse_solve(scheme: Scheme, levels: Sequence[Level], v: Points, kind: str) -> Points:
-    """Approximate solution at all points of ``levels[0]``, leaves ``(steps, ...)``; that of ``coarsest`` on the last level."""
+    """Approximate the solution at all points of ``levels[0]``, leaves ``(steps, ...)``. ``coarsest`` solves the last level."""
     if len(levels) == 1:
         return solve_levels(scheme.coarsest, levels, guess=v)
     # On a coarse level the unknowns are its own C-points; F-relaxation at the end gives the states between them.

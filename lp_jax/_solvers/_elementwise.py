@@ -1,7 +1,7 @@
-"""Serial propagation in a kernel, for steps that act on each number of the state by itself; long chains in intervals.
+"""Serial propagation in a kernel, for steps that act on each number of the state by itself. Long chains are cut into intervals.
 
-A thread takes each number; the state stays in registers. All that does not depend on it, products of inputs with weights
-included, is computed before, for all steps at once.
+Each thread takes one number, whose state stays in registers. All that does not depend on the state, such as products of
+inputs with weights, is computed before, for all steps at once.
 """
 
 import dataclasses
@@ -35,7 +35,8 @@ from lp_jax._solvers._solver import AllStates, Start
 _SAME_ORDER = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
 _BY_ITSELF = """abs add add_any and ceil clamp convert_element_type cos cosh div eq exp exp2 expm1
     floor ge gt integer_pow le log log1p logistic lt max min mul ne neg not
-    one_minus_square or pow rsqrt select_n sign sin sinh sqrt square sub tan tanh xor""".split()  # noqa: SIM905
+    one_minus_square or pow rsqrt select_n sign sin sinh sqrt square sub tan
+    tanh xor""".split()  # noqa: SIM905
 # numbers of a block, one for each thread; steps whose operands are loaded together
 _BLOCK, _UNROLL = (
     32,
@@ -132,7 +133,7 @@ def _wide(x: Any) -> jnp.dtype:
 
 
 def launch() -> Any:
-    """How Pallas' Triton backend, deprecated by jax 0.12, launches the kernel; None where it is missing."""
+    """Return the launch parameters of Pallas' Triton backend, which jax 0.12 deprecates, or None where it is missing."""
     try:
         from jax.experimental.pallas import triton
     except ImportError:
@@ -340,7 +341,7 @@ def _affine(d: State, maps: tuple[list[State], State], _: PyTree) -> State:
 
 
 def _refusal(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> str:
-    """Why a kernel cannot march through a chain of these steps, or with their derivatives; empty if it can."""
+    """Say why no kernel can march through a chain of these steps or of their derivatives; the text is empty if one can."""
 
     def derivative(u: State, x: PyTree, shared: PyTree) -> tuple[State, list[State]]:
         return _columns(lambda u: step(u, x, shared), u, _units(u))
@@ -351,7 +352,7 @@ def _refusal(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> str:
 
 
 def places(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> int:
-    """Numbers of a leaf of the state, if the default may solve a chain of these steps by `Elementwise`; else 0."""
+    """Return the size of a leaf of the state if the default may solve a chain of these steps by `Elementwise`, else 0."""
     one_device = jax.sharding.get_abstract_mesh().size <= 1  # a kernel is not partitioned
     fits = one_device and not _refusal(step, u, x, shared) and launch() is not None
     return jax.tree.leaves(u)[0].size if fits else 0

@@ -322,7 +322,7 @@ class Blocks(Jacobians):
 
 
 def _linearise(function: StateStep, u: State, *, transposed: bool) -> tuple[State, StateStep]:
-    """The function's value, and its derivative or the transpose of that."""
+    """The value of the function, and its derivative or the transpose of its derivative."""
     if not transposed:
         return jax.linearize(function, u)
     value, pull = jax.vjp(function, u)

@@ -253,7 +253,7 @@ class Newton(AllStates):
     def _solve(
         self, level: Level, old: CPoints, stepped: CPoints, jacobians: jax.Array
     ) -> tuple[CPoints, jax.Array]:
-        """The states of the linear chain, and whether all are finite; those that are not stay as they were."""
+        """The states of the linear chain, and whether all are finite. Numbers that are not finite stay as they were."""
         residuals = _tree.sub(stepped, old)
         kind = self._kind(level)
         # delta[n+1] = A[n] delta[n] + residual[n], in at least single precision.

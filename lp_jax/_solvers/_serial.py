@@ -20,7 +20,7 @@ from lp_jax._solvers._solver import Solver, Start, Stats
 @register()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serial(Solver):
-    """One layer after another, a ``lax.scan``; exact, and differentiated by JAX itself.
+    """One layer after another. It is a ``lax.scan``, exact, and differentiated by JAX itself.
 
     For a recurrent network (all weights in ``shared``, the inputs in ``data``) on one accelerator, without checkpoints, the
     gradient of the weights is one contraction over all steps. Only reverse mode is defined there.
@@ -63,7 +63,7 @@ class Serial(Solver):
 
 
 def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[Stacked, PyTree]]:
-    """A ``lax.scan`` over the layers, which JAX differentiates: the last state; the states after the layers, and aux."""
+    """Scan over the layers, and return the last state, and the pair of the states after the layers and aux."""
     unroll, layer = (
         chain.workers.processor.serial_unroll(chain.traced.footprint),
         chain.step(0, aux=True),
@@ -85,6 +85,6 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
 
 
 def no_stats(y1: State, done: int) -> Stats:
-    """The stats of a solve without iterations; ``done`` is its code unless ``y1`` is not finite."""
+    """The stats of a solve without iterations. Its code is ``done`` unless ``y1`` is not finite."""
     norms = jnp.zeros((0,), _tree.real_dtype(y1, at_least=jnp.float32))
     return Stats(jnp.int32(0), norms, if_finite(jnp.int32(done), y1))

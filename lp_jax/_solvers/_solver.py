@@ -1,4 +1,4 @@
-"""Solvers: settings and a few small methods on the levels of a chain; and the driver of their iterations.
+"""Solvers, which are settings and a few small methods on the levels of a chain, and the driver of their iterations.
 
 A method from outside subclasses `Solver` or `CoarseStep`, as the built-in ones do.
 """
@@ -49,7 +49,7 @@ class Needs(NamedTuple):
 
     Attributes:
         transfers: pairs (restrict, prolong) of the state from each level to the next coarser one; None where it keeps its size.
-        steps: other steps of the user.
+        steps: further functions of the user, such as ``jacobian_of``, to trace.
 
     Example:
         >>> import lp_jax
@@ -64,7 +64,7 @@ class Needs(NamedTuple):
 
 
 class Solver(CoarseStep):
-    """Method for a chain of layers, forward or adjoint; with fixed effort also a `CoarseStep`.
+    """A method for a chain of layers, forward or adjoint. With a fixed effort it is also a `CoarseStep`.
 
     A subclass is a frozen, keyword-only dataclass and a pytree (`lp_jax.register`): tolerances and weights are leaves,
     all else is structure. It has a field or property `iterations` and a method `improve`; the other members have
@@ -147,7 +147,7 @@ class Solver(CoarseStep):
         return progress.measured(norm).within(norm, self.atol)
 
     def _give_up(self, progress: Progress, goal: float | Scalar | None = None) -> Progress:
-        """Give up if the error is not finite, or shows that serial propagation has to take over; ``goal`` as in `hopeless`."""
+        """Give up if the error is not finite, or shows that serial propagation has to take over. For ``goal`` see `hopeless`."""
         # A solver that recovers sets entries that overflowed back, so that they are no reason to stop.
         given_up = jnp.asarray(False) if self.recovers else ~jnp.isfinite(progress.last)
         if self.fallback:
@@ -186,7 +186,7 @@ class Solver(CoarseStep):
         return self
 
     def check_settings(self, least: str = "states") -> None:
-        """Refuse what does not fit of the settings that all solvers with iterations have; ``least`` is the smaller storage."""
+        """Check the settings that all solvers with iterations have. ``least`` is the smaller of the two storages."""
         _check.one_of("storage", self.storage, (least, "all"))
         _check.at_once(self.at_once)
         _check.tolerance(self.rtol, self.fallback, has_tolerance=self.has_tolerance)
@@ -331,7 +331,7 @@ class Stats(NamedTuple):
 
     @property
     def _measured(self) -> list[float] | None:
-        """Residual norms of the iterations that were made; None where they are not numbers of a single solve."""
+        """Residual norms of the iterations that were made, or None if they are not numbers of a single solve."""
         if isinstance(self.iterations, jax.core.Tracer) or jnp.ndim(self.iterations) != 0:
             return None
         # `float` waits for the device, so it is only done for printing.
