@@ -214,13 +214,16 @@ class Rules:
     def _operation(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         """Evaluate an operation. If there are scans in the programs within it, these are solved."""
         name, p = eqn.primitive.name, eqn.params
+        # All programs within an operation of a gradient are parts of that gradient, too.
         if _in_gradient(eqn) and not self.in_gradient:
             return dataclasses.replace(self, in_gradient=True)._operation(eqn, ins)
+        # The custom_vjp of a solve is no function of the user, so nothing is said of the scans in it.
         solved = SOLVED in str(eqn.source_info.name_stack)
         if name.startswith(("custom_jvp", "custom_vjp")) and not solved:
             for one in _products.walk([eqn]):
                 if one.primitive.name == "scan":
                     self._left(one, "it is in a function with a derivative of its own", self.solver)
+        # An operation without scans is evaluated as it was.
         if not _has_scan([eqn]):
             return bind(eqn, ins)
         if name == "scan":
@@ -260,6 +263,7 @@ class Rules:
             }
             spread = jax.shard_map(inside, **options, out_specs=[*p["out_specs"]])
             return jax.jit(spread)(*ins)  # outside of jit, JAX has no symbolic zeros within one
+        # What is left is a checkpoint, which keeps its policy.
         return jax.checkpoint(inside, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
 
     def _scan(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
@@ -274,6 +278,7 @@ class Rules:
         def body(
             carry: list[Any], x: list[Any], evaluated: Operation | None = None
         ) -> tuple[list[Any], list[Any]]:
+            # The body is evaluated on the mesh of this trace, also where a solve calls it within a shard_map of its own.
             out = at_home(program, home, [*consts, *carry, *x], evaluated or bind)
             return out[:carries], out[carries:]
 
@@ -319,6 +324,7 @@ class Rules:
         def stays(why: str, **known: Any) -> tuple[Scan, None]:
             return about._replace(takes=_LEFT + why, **known), None
 
+        # A pipeline refuses scans that it cannot spread, but without floating-point numbers there is nothing to spread.
         nothing = self.strict and not any(map(_tree.inexact, given[1]))
         if nothing or not (about.length or _inputs.comm(self.comm).splits):
             return stays("nothing to solve")
@@ -327,6 +333,7 @@ class Rules:
             return stays("where(scan) is False")
         solvers = self.solver, self.adjoint_solver
         if wanted is not True:
+            # `where` may name the solvers of this scan.
             solvers = wanted if isinstance(wanted, tuple) else (wanted, None)
             _inputs.solvers(*solvers, optional=True)
 

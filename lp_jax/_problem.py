@@ -78,6 +78,7 @@ class Problem(_inputs.Network):
         if not program.scan:
             # A custom_vjp has no forward derivative. This mark gives its own error for it, with advice.
             arrays = reverse_only(arrays, _FORWARD_MODE)
+        # Partitions take a trace of the layer, so they are computed only if types hold them.
         specs = functools.partial(_partitions, program, arrays)
         solved = problem.comm.adapt(program, arrays, specs)
         if piping is not None and program.relay:
@@ -114,6 +115,7 @@ class Problem(_inputs.Network):
             slices = gradient.slices
             gradients = jax.tree.map(
                 lambda x, cotangent: (
+                    # JAX's cotangent of an integer or a key is a zero of dtype float0.
                     np.zeros(jnp.shape(x), jax.dtypes.float0) if cotangent is None else cotangent
                 ),
                 arguments,

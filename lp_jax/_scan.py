@@ -101,6 +101,7 @@ def scan(
         adjoint_guess=adjoint_guess,
     )
     last = jax.tree.unflatten(jax.tree.structure(init), _join(solution.y1, fixed))
+    # A solve gives aux in the order in which the layers run; `lax.scan` stacks the ys in the order of xs.
     out = last, _tree.flip(solution.aux) if reverse else solution.aux
     if not any(map(_tree.varying_axes, jax.tree.leaves(out))):
         return out
@@ -155,6 +156,7 @@ class _BodyStep:
 
     def __call__(self, y: State, layer: Layer) -> tuple[State, PyTree]:
         fixed, _ = layer.data
+        # The carry is put together from the state and from the leaves that are not solved for.
         carry, out = self.body(jax.tree.unflatten(self.carry, _join(y, fixed)), layer.params)
         return self.solved_for(jax.tree.leaves(carry)), out
 
@@ -180,6 +182,7 @@ def _as_problem(
     x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
     if reverse:
         _refuse_split(comm, "reverse=True")
+        # The layers of a problem run forward, so they are put in the order in which they run.
         xs = _tree.flip(xs)
     fixed, last = _fixed(body, init, xs, x, n, comm)
     # The layers' numbers are stacked even if nothing else is, as a network needs some stacked array.
@@ -227,6 +230,7 @@ def _fixed(
     start = _others(leaves)
     if all(inexact):
         return start, start
+    # A scan over all layers computes these leaves, before the solve.
     _refuse_split(comm, "a carry with integers or keys")
     program = jax.make_jaxpr(body)(init, x).jaxpr
     # Does an integer of the next carry depend on a floating-point leaf of this one?

@@ -255,7 +255,7 @@ class Tracing:
             # `consts` of the program are the arrays that the step closes over.
             closed, out = jax.make_jaxpr(call, return_shape=True)(u, x, shared)
         except Exception as error:
-            # An exchange of params and y0 is the most common mistake, so a failing step is tried the other way round.
+            # The user may have exchanged params and y0, so a failing step is tried the other way round.
             if _takes_exchanged(step, u, x, shared):
                 raise TypeError(
                     "params and y0 seem to be exchanged: the step works the other way round. The "
