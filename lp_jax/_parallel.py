@@ -26,9 +26,8 @@ from lp_jax._programs._traced import Tracing
 from lp_jax._scan import refuse_stretched, scan, scanned
 from lp_jax._solvers._solver import Solver
 
-Where = Callable[
-    ["Scan"], "bool | Solver | tuple[Solver, Solver]"
-]  # whether a scan is solved, and by what
+# whether a scan is solved, and by what
+Where = Callable[["Scan"], "bool | Solver | tuple[Solver, Solver]"]
 _WALKED = (
     "jit",
     "pjit",
@@ -182,6 +181,7 @@ class Rules:
         _inputs.solvers(self.solver, self.adjoint_solver, optional=True)
 
     def call(self, f: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
+        # Arrays become inputs of the program; all other arguments are constants of its trace.
         mask = [
             isinstance(x, jax.Array | np.ndarray | np.generic)
             for x in jax.tree.leaves((args, kwargs))
@@ -200,6 +200,7 @@ class Rules:
         pairs = zip(
             closed.jaxpr.outvars, self.run(closed.jaxpr, closed.consts, *arrays), strict=True
         )
+        # Results with the type of an array may be Python or NumPy constants; values of other types stay as they are.
         out = [jnp.asarray(x) if isinstance(v.aval, jax.core.ShapedArray) else x for v, x in pairs]
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
@@ -224,8 +225,10 @@ class Rules:
         if name in ("jit", "pjit", "closed_call"):
             program = p["call_jaxpr" if name == "closed_call" else "jaxpr"]
             called = functools.partial(self.run, program.jaxpr, program.consts)
+            # `scans` evaluates calls inline, because values of arrays are lost within a jitted function.
             if name == "closed_call" or self.tell is not None:
                 return called(*ins)
+            # A jitted function stays one, with a program whose scans are solved.
             inner = jax.make_jaxpr(called)(*(v.aval for v in eqn.invars))
             # a context around the function may bring tracers
             if any(isinstance(x, jax.core.Tracer) for x in inner.consts):
@@ -239,6 +242,7 @@ class Rules:
             return lax.switch(ins[0], branches, *ins[1:])
         if name == "while":
             start, end = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+            # Only the body may have scans that are solved.
             condition, body = core.jaxpr_as_fun(p["cond_jaxpr"]), p["body_jaxpr"]
             return _tree.while_loop(
                 lambda carry: condition(*ins[:start], *carry)[0],
@@ -275,7 +279,8 @@ class Rules:
         about, solvers = self._decide(eqn, (body, *given))
         out = None
         if solvers is not None:
-            refuse_stretched(*solvers)  # the user's mistake, and none of the scan's
+            # A solver that stretches dt is the user's mistake, and none of the scan's, so its error is not caught.
+            refuse_stretched(*solvers)
             try:
                 out = jax.tree.leaves(
                     scan(body, *given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm)
@@ -290,6 +295,7 @@ class Rules:
         chosen = about.problem is not None and about.seconds is not None  # by the default
         if chosen or not _has_scan(program.jaxpr.eqns):
             return bind(eqn, ins)
+        # The scan stays, and scans within its step are looked at.
         solved = functools.partial(body, evaluated=self._operation)
         return jax.tree.leaves(_tree.scan(solved, *given, unroll=eqn.params["unroll"]))
 
@@ -325,9 +331,8 @@ class Rules:
             self._left(eqn, why, solvers[0])
             return stays(why)
 
-        devices = (
-            jax.sharding.get_abstract_mesh().manual_axes
-        )  # of a shard_map; a vmap's axis gets lost in a solve
+        # Collectives over axes of a shard_map work in a solve; the name of a vmap's axis gets lost there.
+        devices = jax.sharding.get_abstract_mesh().manual_axes
         if any(getattr(effect, "name", None) not in devices for effect in program.effects):
             return left("its step has side effects")
         if not any(map(_tree.inexact, given[1])):
@@ -356,6 +361,7 @@ class Rules:
             named = solvers[0] or Fastest()
             if not named.chooses:
                 return about._replace(takes=str(named), problem=problem), solvers
+            # The default's choice is made here, so that `scans` can tell it and nothing is traced twice.
             tracing = Tracing(problem, (named, named))
             taken, seconds = tracing.default(named.rtol)
         except _REFUSED as error:
@@ -368,6 +374,7 @@ class Rules:
         if (
             taken[0].exact and problem.comm.size == 1 and not processor.wide
         ):  # elsewhere it is unrolled
+            # On one device that is not wide the scan stays as it is; elsewhere serial propagation is a scan with unrolled turns.
             return stays("nothing is faster", problem=problem, seconds=seconds)
         return about._replace(takes=str(taken[0]), problem=problem, seconds=seconds), solvers
 
@@ -413,10 +420,14 @@ def _has_scan(equations: Sequence[core.JaxprEqn]) -> bool:
 
 
 def _in_gradient(equation: core.JaxprEqn) -> bool:
+    # JAX puts the operations of a gradient into a scope with this name.
     return "jvp(" in str(equation.source_info.name_stack)
 
 
 def _first_line(error: Exception) -> str:
     if "check_vma" in str(error):
-        return "its step has branches or loops of what differs between devices of a shard_map with check_vma=True"
+        return (
+            "its step has branches or loops of what differs between devices of a shard_map with "
+            "check_vma=True"
+        )
     return str(error).split("\n")[0]

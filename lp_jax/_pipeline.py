@@ -68,6 +68,7 @@ def pipeline(
         Huang, Lin, "Zero bubble pipeline parallelism", ICLR 2024, for gradients of weights apart from those of states.
     """
     where = _inputs.comm(comm)
+    # All layers run one after another; `strict` refuses scans that could not be a part of the pipeline.
     rules = Rules(solver=Serial(), comm=where, strict=True)
     if not any(axis is not None for axis in jax.tree.leaves(in_axes, is_leaf=lambda x: x is None)):
         raise ValueError(
@@ -79,6 +80,7 @@ def pipeline(
 
     @functools.wraps(f)
     def one(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        # The number of the microbatch is an array that the vmap below maps, so each solve depends on it.
         piping = Piping(where, lax.axis_index(_AXIS), checkpoint, object())
         with asked(asked.value._replace(piping=piping)):
             return rules.call(f, args, kwargs)

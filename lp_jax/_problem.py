@@ -77,11 +77,13 @@ class Problem(_inputs.Network):
             problem = self.replace()  # on the row of the pipeline
         program, arrays = prepare(problem, solver, adjoint_solver, guess, adjoint_guess)
         if not program.scan:
+            # A custom_vjp has no forward derivative. This mark gives its own error for it, with advice.
             arrays = reverse_only(arrays, _FORWARD_MODE)
         specs = functools.partial(_partitions, program, arrays)
         solved = problem.comm.adapt(program, arrays, specs)
         if piping is not None and program.relay:
             solved = functools.partial(_in_pipeline, problem.comm, piping, program, solved)
+        # `parallel` recognises operations of a solve by this scope, and leaves their scans as they are.
         with jax.named_scope(SOLVED):
             y1, aux, (stats, trajectory) = solved(arrays)
         return Solution(
@@ -119,6 +121,7 @@ class Problem(_inputs.Network):
 
         def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
             cotangents = y1_cotangent, seen_of(aux, aux_cotangent)
+            # Within a user's shard_map cotangents must vary over the same axes as their primals.
             with outside():
                 gradient, stats = pull(*_tree.varying(cotangents, y1))
             stats = jax.tree.map(lambda x: put(x, PartitionSpec()), stats)
@@ -133,6 +136,7 @@ class Problem(_inputs.Network):
                 arguments,
                 (slices.params, gradient.y0, gradient.shared[0], slices.data),
             )
+            # An argument that is the same on all devices has one gradient, the sum over them.
             params, y0, shared, data = _tree.sum_like(gradients, arguments)
             last = gradient.adjoint_guess
             if last is not None:
@@ -291,6 +295,7 @@ def hierarchy(problem: Problem, solver: Solver) -> tuple[Level, ...]:
         ([64, 16, 4], (16,), (16,))
     """
     _inputs.solvers(solver)
+    # Every worker calls the pieces of a cycle by itself, with its own layers.
     program, arrays = trace(problem, (solver,), inside=True)
     resolved: Solver = arrays.solver
     return resolved.discretize(
@@ -302,6 +307,7 @@ def _in_pipeline(
     comm: Comm, piping: Piping, program: Program, alone: Callable[[Arrays], Output], arrays: Arrays
 ) -> Output:
     """Solve for one microbatch, which ``jax.vmap`` over all of them makes a pipeline."""
+    # The rule of `custom_vmap` sees all microbatches at once, and which arrays differ between them.
     solved = jax.custom_batching.custom_vmap(alone)
 
     @solved.def_vmap
@@ -313,9 +319,11 @@ def _in_pipeline(
         own = dataclasses.replace(program, mapped=mapped)
 
         def specs() -> Output:
+            # Partitions are those of one microbatch, with an axis for the microbatches in front.
             one = jax.tree.map(lambda x, each: x[0] if each else x, arrays, batched[0])
             return jax.tree.map(lambda spec: PartitionSpec(None, *spec), _partitions(program, one))
 
+        # The solve within must not become a pipeline again.
         with asked(asked.value._replace(piping=None)):
             out = comm.adapt(own, arrays, specs)(arrays)
         return out, jax.tree.map(lambda _: True, out)
@@ -326,6 +334,7 @@ def _in_pipeline(
 
 def _partitions(program: Program, arrays: Arrays) -> Output:
     """Partitions of the outputs of a solve: those of ``y0`` for states, and for aux of the same shape."""
+    # An aux of the state's shape is likely spread like the state.
     like = {x.shape: _spec(x) for x in jax.tree.leaves(arrays.y0)}
     layer = program.chain(*arrays[:3]).step(0, aux=True)
     aux = jax.eval_shape(

@@ -76,16 +76,19 @@ def scan(
         >>> y.shape, means.shape
         ((4,), (32,))
     """
+    # This is `jax.lax.scan`, for what a solve does not change.
     plain = functools.partial(_tree.scan, body, init, xs, length, reverse, unroll, _split_transpose)
     init, xs, length = _started(body, init, xs, length)
     comm = _inputs.comm(comm)
     solved_for = any(map(_tree.inexact, jax.tree.leaves(init)))
     if not solved_for:
         _refuse_split(comm, "a carry without floating-point numbers")
+    # Without inexact leaves or layers there is nothing to solve. A rank without layers takes part all the same.
     if not solved_for or not (length or comm.splits):
         return plain()
     try:
         problem, fixed = _as_problem(body, init, xs, length, reverse, comm)
+    # Only layers one after another give such integers. The default and exact solvers on one device are allowed to do that.
     except _IntegersFollow:
         if comm.size == 1 and (solver is None or solver.chooses or solver.exact):
             return plain()
@@ -101,9 +104,8 @@ def scan(
     out = last, _tree.flip(solution.aux) if reverse else solution.aux
     if not any(map(_tree.varying_axes, jax.tree.leaves(out))):
         return out
-    kinds = jax.make_jaxpr(
-        plain
-    )().out_avals  # within a shard_map a solve's results vary between all devices
+    # Within a shard_map a solve's results vary between all devices; the types of the plain scan say which axes are meant.
+    kinds = jax.make_jaxpr(plain)().out_avals
     leaves, structure = jax.tree.flatten(out)
     return jax.tree.unflatten(structure, map(same_over, leaves, map(_tree.varying_axes, kinds)))
 
@@ -165,7 +167,10 @@ def _of_body(solver: Solver | None, init: PyTree) -> Solver | None:
     other = getattr(solver, "jacobian_of", None)
     if other is None:
         return solver
-    return dataclasses.replace(solver, jacobian_of=_BodyStep.of(other, init))  # type: ignore[type-var]
+    return dataclasses.replace(
+        solver,  # type: ignore[type-var]
+        jacobian_of=_BodyStep.of(other, init),
+    )
 
 
 def _as_problem(
@@ -177,10 +182,11 @@ def _as_problem(
         _refuse_split(comm, "reverse=True")
         xs = _tree.flip(xs)
     fixed, last = _fixed(body, init, xs, x, n, comm)
+    # The layers' numbers are stacked even if nothing else is, as a network needs some stacked array.
     data = (
         fixed,
         jnp.arange(n, dtype=jnp.int32),
-    )  # the layers' numbers are stacked even if nothing else is
+    )
     step = _BodyStep.of(body, init)
     y0 = step.solved_for(jax.tree.leaves(init))
     # ranks with unlike numbers of layers have to agree on it
@@ -206,6 +212,7 @@ def _started(body: Body, init: PyTree, xs: Stacked, length: Any) -> tuple[PyTree
     )
     leaves, structure = jax.tree.flatten(init)
     pairs = zip(leaves, kinds, strict=True)  # keys have no astype
+    # `lax.scan` promotes a weakly typed carry to what the body returns.
     strong = [x.astype(kind.dtype) if getattr(x, "weak_type", False) else x for x, kind in pairs]
     n = _tree.leading(xs) if jax.tree.leaves(xs) else length
     return jax.tree.unflatten(structure, strong), xs, _check.integer("length", n, least=0)
@@ -222,6 +229,7 @@ def _fixed(
         return start, start
     _refuse_split(comm, "a carry with integers or keys")
     program = jax.make_jaxpr(body)(init, x).jaxpr
+    # Does an integer of the next carry depend on a floating-point leaf of this one?
     solved = [*inexact, *[False] * (len(program.invars) - len(inexact))]
     follows = _products.following(program, solved)
     for (path, leaf), known, follow in zip(
@@ -234,6 +242,8 @@ def _fixed(
                 "the carry, which are solved for iteratively. Return it as y instead, or make it "
                 "floating point."
             )
+    # Integers do not depend on the state, so any state gives them: the scan runs over the body with the first one, and XLA drops
+    # all that only the state needs.
     state = lax.stop_gradient(_inexact(leaves))
 
     def advance(fixed: list[Any], x: PyTree) -> tuple[list[Any], list[Any]]:

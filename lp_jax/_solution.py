@@ -72,6 +72,7 @@ class Solution(NamedTuple):
                 "raise_if_failed() was called under jit or another transformation; call it on what "
                 "they return."
             )
+        # A batch of solves has a code for each of them.
         codes = {int(code) for code in jnp.ravel(self.result)} - {DONE, SERIAL, FELL_BACK}
         if codes:
             norms = ", ".join(
@@ -88,12 +89,16 @@ class Solution(NamedTuple):
             return RESULTS[code]
         leaves = jax.tree.leaves(self.trajectory)
         finite = [jnp.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in leaves]  # in place
+        # Entries of the trajectory are intervals; `bad[0]` is the first one that ends with a state that is not finite.
         bad = np.flatnonzero(~np.all(finite, axis=0))
         if not len(bad):
             return RESULTS[code]
         where = f"layer {bad[0]} (counted from 0) is the first whose output is not finite"
         if jax.tree.leaves(self.aux) and len(jax.tree.leaves(self.aux)[0]) > len(leaves[0]):
-            where = f"interval {bad[0]} (counted from 0) of {len(leaves[0])} is the first with a layer whose output is not finite"
+            where = (
+                f"interval {bad[0]} (counted from 0) of {len(leaves[0])} is the first with a layer "
+                "whose output is not finite"
+            )
         return f"{where}: {RESULTS[code]}"
 
 
@@ -127,10 +132,12 @@ def interpolate(y0: State, trajectory: CPoints, count: int) -> CPoints:
             f"length, at least 1; got {points}."
         )
     (number,) = lengths
+    # Times of the new states, in units of the old intervals.
     place = np.arange(1, count + 1) * number / count
     below = np.minimum(place.astype(int), number - 1)
 
     def leaf(start: jax.Array, x: jax.Array) -> jax.Array:
+        # State 0 is the one that enters, so entry k is the state at time k.
         states = jnp.concatenate([start[None].astype(x.dtype), x])
         weight = jnp.asarray((place - below).reshape(-1, *[1] * (x.ndim - 1)), x.dtype)
         return (1 - weight) * states[below] + weight * states[below + 1]

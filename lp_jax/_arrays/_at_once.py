@@ -33,6 +33,7 @@ def in_chunks(
     whole = n - n % size
     start = n - whole if reverse else 0
     middle = jax.tree.map(lambda x: x[start : start + whole], xs) if whole < n else xs
+    # The scan takes whole chunks; with `reverse` the rest, which comes last, are the first entries.
     carry, ys = _tree.scan(f, carry, _tree.split(middle, size), reverse=reverse)
     ys = _tree.merge(ys)
     if whole == n:
@@ -47,6 +48,7 @@ def chunk(n: int, most: int) -> int:
     """Size of chunks of ``n`` entries: ``most``, or somewhat fewer where that makes all chunks equal."""
     if most >= n:
         return n
+    # Equal chunks need no rest, which would be compiled as a second copy of `f`.
     even = _tree.divisor(n, most)
     return even if 2 * even > most else most
 
@@ -55,6 +57,7 @@ def batched(one: Callable[..., PyTree], size: int) -> Callable[..., PyTree]:
     """Apply ``one`` to each of ``size`` entries of the leading axis of all its arguments."""
     if size != 1:
         return jax.vmap(one)
+    # A `vmap` over one entry would leave axes of length 1 in every operation.
     first = functools.partial(jax.tree.map, lambda x: x[0])
     return lambda *operands: jax.tree.map(
         lambda x: jnp.asarray(x)[None], one(*map(first, operands))

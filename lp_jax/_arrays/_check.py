@@ -45,9 +45,11 @@ def integer(name: str, value: object, *, least: int) -> int:
     """Return ``value`` as an int; refuse it below ``least``."""
     wanted = f"{name} must be an integer, at least {least}; got"
     try:
+        # `operator.index` takes NumPy's integers, and refuses floats.
         number = operator.index(value)  # type: ignore[arg-type]  # it refuses all others
     except TypeError:
         raise TypeError(f"{wanted} {value!r} ({type(value).__name__}).") from None
+    # A boolean is an int for Python.
     if isinstance(value, bool):
         raise TypeError(f"{wanted} the boolean {value!r}.")
     if number < least:
@@ -93,6 +95,7 @@ def tolerance(rtol: object, fallback: object, *, has_tolerance: bool) -> None:
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the one of ``names`` that ``name`` likely means: a synonym, or a similar spelling."""
     names = list(names)
+    # A synonym is a better guess than a similar spelling.
     same = next((group for group in _SAME if name in group), set())
     other = [each for each in names if each in same]
     if not other:
@@ -107,9 +110,8 @@ def check_arguments(f: T) -> T:
     title = f.__name__
     parameters = [p for p in inspect.signature(target).parameters.values() if p.name != "self"]
     names = [p.name for p in parameters]
-    others = any(
-        p.kind == p.VAR_KEYWORD for p in parameters
-    )  # they are passed on to a function that checks them
+    # Other keyword arguments are passed on to a function that checks them.
+    others = any(p.kind == p.VAR_KEYWORD for p in parameters)
     first = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
     skip = int(isinstance(f, type))
 
@@ -141,6 +143,7 @@ def check_arguments(f: T) -> T:
         return target(*args, **kwargs)
 
     if isinstance(f, type):
+        # A class stays the same class, so that its instances and subclasses do not change.
         f.__init__ = checked  # type: ignore[misc]
         return f
     return cast(T, checked)
@@ -167,7 +170,11 @@ def register(*data: str) -> Callable[[type[C]], type[C]]:
     """
 
     def decorate(cls: type[C]) -> type[C]:
-        static = [f.name for f in dataclasses.fields(cls) if f.name not in data]  # type: ignore[arg-type]
+        static = [
+            f.name
+            for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+            if f.name not in data
+        ]
         # trees by `register_dataclass` are equal for classes of equal fields, so that jit may run one's program for another
         jax.tree_util.register_pytree_with_keys(
             cls,

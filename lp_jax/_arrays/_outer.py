@@ -33,6 +33,7 @@ def with_few_terms(
         if _few(equation, terms):
             return [_product(*operands, **equation.params)]
         if equation.primitive.name in _INLINED:
+            # Products within jitted functions are found, too.
             inner = equation.params["jaxpr"]
             return evaluate(inner.jaxpr, inner.consts, operands, operation)
         return bind(equation, operands)
@@ -68,6 +69,7 @@ def _product(
     x: jax.Array, w: jax.Array, *, dimension_numbers: DimensionNumbers, **params: object
 ) -> jax.Array:
     (_, (contracted,)), _ = dimension_numbers
+    # All leading axes are rows: (k, i) times (i, j).
     rows = _dot(
         few_terms, x.reshape(-1, x.shape[-1]), w if contracted == 0 else w.T, 1, 0, **params
     )
@@ -99,8 +101,10 @@ def _bilinear(name: str, program: Callable[..., jax.Array]) -> core.Primitive:
         operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
     ) -> tuple[jax.Array, int]:
         if None in axes or operands[0].ndim > 3:
+            # Where only one operand has a batch, this is an ordinary product again.
             product = functools.partial(lax.dot_general_p.bind, **params)
             return jax.vmap(product, in_axes=tuple(axes))(*operands), 0
+        # A batch of layers stays a sum of outer products, with one axis for the batch in front.
         x, y = (jnp.moveaxis(x, cast(int, axis), 0) for x, axis in zip(operands, axes, strict=True))
         ((left,), (right,)), _ = params["dimension_numbers"]
         return _dot(primitive, x, y, left, right, **params), 0

@@ -39,6 +39,7 @@ def _unconstrained(operation: Operation) -> Operation:
     """The same without what only says where arrays are, and without calls."""
 
     def each(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        # Operations that only move an array are the identity here.
         places = eqn.primitive.name in ("sharding_constraint", "reshard", "mesh_cast")
         return ins if places else operation(eqn, ins)
 
@@ -59,6 +60,7 @@ def automatic(program: Any) -> Any:
     def operation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):
             if eqn.primitive.name.startswith(("custom_", "shard_map")):
+                # Rules of these operations were traced on the old mesh, so they get operands of its types.
                 types = [array_type(v).sharding for v in eqn.invars]
                 return list(map(placed_here, bind(eqn, list(map(retyped, ins, types)))))
             return bind(eqn.replace(params=jax.tree.map(automatic, eqn.params)), ins)
@@ -89,6 +91,7 @@ def retyped(x: Any, place: NamedSharding) -> Any:
     now = jax.typeof(x).sharding
     if now.mesh == place.mesh:
         return x
+    # JAX checks the types of operands against the mesh of the context.
     with jax.sharding.use_abstract_mesh(now.mesh):
         return _retyped.bind(x, place=place)
 
@@ -98,6 +101,7 @@ def batch_with_place(
 ) -> tuple[Any, int]:
     """A batch of ``move(x, place)``."""
     (x,), spec = operands, [*place.spec]
+    # The axis of the batch is on no axis of the mesh.
     spec.insert(axes[0], None)
     return move(x, NamedSharding(place.mesh, PartitionSpec(*spec))), axes[0]
 

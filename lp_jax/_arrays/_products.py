@@ -42,6 +42,7 @@ def exchanged_over(programs: Sequence[core.Jaxpr]) -> tuple[str, ...]:
         axis
         for program in programs
         for equation in walk(program.eqns)
+        # These two know the axis, and exchange nothing.
         if equation.primitive.name not in ("axis_index", "pvary")
         for axis in jax.tree.leaves([equation.params.get(key) for key in ("axes", "axis_name")])
     }
@@ -79,12 +80,12 @@ def called(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     """Programs that an equation calls with its operands: the branches of a switch, or one, such as the body of a scan."""
     name = equation.primitive.name
     programs = inside(equation)
+    # The programs of a while loop and of a reduction do not get the operands one by one.
     if name == "while" or name.startswith("reduce"):
         return []
     arity = len(equation.invars) - (name == "cond"), len(equation.outvars)
-    programs = [
-        p for p in programs if (len(p.invars), len(p.outvars)) == arity
-    ]  # not the addition of a scatter
+    # A scatter holds its addition of two numbers, which is no program that it calls.
+    programs = [p for p in programs if (len(p.invars), len(p.outvars)) == arity]
     return programs if name == "cond" else programs[:1]
 
 
@@ -119,6 +120,7 @@ def following(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
         results = [any(operands)] * len(equation.outvars)
         first = int(name == "cond")
         consts, carries = scan_parts(equation) if name == "scan" else (0, 0)
+        # A carry that depends on a flagged input after one turn does so before the next one: repeat until nothing changes.
         while programs and operands != before:
             before = list(operands)
             flags = [following(program, operands[first:]) for program in programs]
@@ -152,6 +154,7 @@ def evaluate(
         return v.val if isinstance(v, core.Literal) else env[v]
 
     for eqn in jaxpr.eqns:
+        # Scopes of the program go below those of whoever evaluates it, as profiles and `parallel` read them.
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with (
             source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
@@ -179,11 +182,13 @@ def bind(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         return ins  # within a solve all states vary between the devices of a shard_map
     p = eqn.params
     kinds = [_tree.varying_axes(v.aval) for v in eqn.invars]
-    if len(set(kinds)) == 1:  # as lax.add and the like make their operands
+    # As `lax.add` and the like do, operands of equal types are made to vary over the same axes.
+    if len(set(kinds)) == 1:
         ins = list(_tree.varying(tuple(ins), tuple(ins)))
     if "jaxpr" in p and any(
         _tree.varying_axes(x) != kind for x, kind in zip(ins, kinds, strict=True)
     ):
+        # A call's program holds the types of its trace, so with other types its operations are bound one by one.
         return evaluate(p["jaxpr"].jaxpr, p["jaxpr"].consts, ins, bind)
     out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(p))
     return out if eqn.primitive.multiple_results else [out]

@@ -83,6 +83,7 @@ def shape_of(f: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
 
     def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         place = NamedSharding(here, PartitionSpec())
+        # Only a type that varies over manual axes needs the mesh of the context.
         return x.update(sharding=place) if varying_axes(x) else x
 
     return jax.tree.map(leaf, jax.eval_shape(f, *arguments))
@@ -114,6 +115,7 @@ def sum_like(tree: PyTree, like: PyTree) -> PyTree:
     def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
         if varying_axes(x) <= varying_axes(y):
             return x
+        # The transpose of marking as varying is the sum over these axes.
         return cast(jax.Array, jax.linear_transpose(lambda y: varying(y, x), y)(x)[0])
 
     return jax.tree.map(leaf, tree, like)
@@ -136,6 +138,7 @@ def take(tree: PyTree, *index: jax.Array | int) -> PyTree:
 
     def leaf(x: jax.Array) -> jax.Array:
         sizes = (1,) * len(index) + x.shape[len(index) :]
+        # One slice over several leading axes; indexing axis by axis would copy the part in between.
         part = lax.dynamic_slice(x, start(x, index), sizes, allow_negative_indices=False)
         return lax.squeeze(part, range(len(index)))
 
@@ -214,13 +217,17 @@ def _sums(
     rest = x.shape[1:]
     if n == 0:
         return x, start
+    # A short sum is unrolled.
     if n <= _GROUP:
         sums = list(itertools.accumulate([start, *(x[::-1] if reverse else x)], then))
         return jnp.stack(sums[-2::-1] if reverse else sums[:-1]), sums[-1]
     size = divisor(n, _GROUP)
     if size == 1:
+        # No group size divides n, so zeros are appended. With a factor the padded sum would go on to decay, so its last entry is
+        # computed apart.
         before, last = _sums(start, pad_zeros(x, -n % _GROUP), reverse, factor)
         return before[:n], last if factor is None else then(before[n - 1], x[n - 1])
+    # ``within[i]`` is the sum of the first i + 1 entries of each group, ``(groups, ...)``.
     groups = x.reshape(n // size, size, *rest)
     within = list(
         itertools.accumulate(
@@ -228,6 +235,7 @@ def _sums(
         )
     )
     power = None if factor is None else factor**size
+    # The recursion gives the sum that enters each group, with the factor of a whole group.
     before, last = _sums(start, lax.optimization_barrier(within[-1]), reverse, power)
     entries = [
         before,
@@ -352,6 +360,7 @@ def partition(
 
     def combine(new: Sequence[object], *, fill: object = ...) -> PyTree:
         values = iter(new)
+        # `...` keeps a leaf that is not differentiated; any other `fill` takes its place.
         kept = [
             next(values) if m else (x if fill is ... else fill)
             for x, m in zip(leaves, mask, strict=True)

@@ -68,9 +68,8 @@ class Slices(NamedTuple):
     index: jax.Array  # type: ignore[assignment]
 
 
-Shared = tuple[
-    PyTree, tuple[jax.Array, ...]
-]  # the caller's ``shared``, and traced values that the step closes over
+# the caller's ``shared``, and traced values that the step closes over
+Shared = tuple[PyTree, tuple[jax.Array, ...]]
 
 
 class Arrays(NamedTuple):
@@ -93,12 +92,9 @@ Times = ArrayLike | Sequence[float]  # a time, or increasing times
 Step = Callable[[State, Layer], State]  # the user's: ``step(y, layer) -> y_next``
 # a step of a problem: the user's step on a level, by its number, or another of the user's steps
 StepKey = int | Step
-SliceStep = Callable[
-    [State, PyTree, PyTree], State
-]  # ``step(u, x, shared) -> u_next``, ``x`` a slice of a level's operands
-Advance = Callable[
-    [State, PyTree, PyTree], tuple[State, PyTree]
-]  # ``advance(u, x, shared) -> (u_next, emitted)``
-Transfer = tuple[
-    Callable[[State], State], Callable[[State], State]
-]  # (restrict, prolong) between two levels
+# ``step(u, x, shared) -> u_next``, ``x`` a slice of a level's operands
+SliceStep = Callable[[State, PyTree, PyTree], State]
+# ``advance(u, x, shared) -> (u_next, emitted)``
+Advance = Callable[[State, PyTree, PyTree], tuple[State, PyTree]]
+# (restrict, prolong) between two levels
+Transfer = tuple[Callable[[State], State], Callable[[State], State]]

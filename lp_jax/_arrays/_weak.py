@@ -24,6 +24,7 @@ def strong(value: Any) -> Any:
 
 def _replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     kind: Any = type(value)
+    # What is hashed by identity, such as a function, lives as long as its owner; a weak reference tells when it is gone.
     function = callable(value) and kind.__hash__ is object.__hash__
     if function or isinstance(value, weakref.ref):
         return change(value)

@@ -101,6 +101,7 @@ class Comm(abc.ABC):
 
 def default_platform() -> str:
     """The platform that JAX computes on: that of `jax.default_device`, else `jax.default_backend`."""
+    # The setting is a device, or the name of a platform.
     device: object = getattr(jax.config, "jax_default_device", None)
     return jax.default_backend() if device is None else str(getattr(device, "platform", device))
 

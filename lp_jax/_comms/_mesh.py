@@ -83,6 +83,7 @@ class MeshComm(Comm):
     def automatic(self) -> Mesh | AbstractMesh:
         """The mesh with all axes automatic; inside a `jax.shard_map` over other axes, the mesh of that context."""
         names, here = self.mesh.axis_names, jax.sharding.get_abstract_mesh()
+        # A nested shard_map must name the mesh of its context, which knows that the outer axes are manual.
         if here.manual_axes and here.axis_names == names:
             return here
         return Mesh(self.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
@@ -96,15 +97,18 @@ class MeshComm(Comm):
             jax.sharding.get_abstract_mesh(),
             *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)),
         ]
+        # Without explicit axes in any type, the program needs no conversion.
         if not explicit or all(AxisType.Explicit not in mesh.axis_types for mesh in meshes):
             return program
         everywhere = NamedSharding(self.mesh, PartitionSpec())
+        # The shardings are flattened, because the cache below needs arguments that can be hashed.
         leaves, structure = jax.tree.flatten(
             jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs())
         )
         automatic = _with_automatic_axes(program, explicit, tuple(leaves), structure)
         return lambda arrays: automatic(
             jax.tree.map(
+                # Arrays whose type has no mesh get the type of arrays that are on every device of it.
                 lambda x: _resharded(x, everywhere) if jax.typeof(x).sharding.mesh.empty else x,
                 arrays,
             )
@@ -114,21 +118,26 @@ class MeshComm(Comm):
         self, layers: int, solvers: Sequence[Unit], operands: Operands, inside: bool = False
     ) -> Workers:
         """Runs of whole intervals, equally long; the last ones may hold slots beyond the last layer."""
+        # Inside of a shard_map every device passes its own layers, so the network is `size` times as long.
         whole = layers * self.size if inside else layers
         unit = common_unit(solvers, whole)
+        # All devices hold equally many slots, because one program serves all of them and arrays are split into equal parts.
         held = layers if inside else unit * math.ceil(math.ceil(layers / unit) / self.size)
         if inside:
             self._check_inside(layers, unit)
         else:
             self._check(operands)
+            # One device needs no shard_map.
             if self.size == 1:
                 return Local(layers=layers, held=(layers,))
+        # Types say what varies between devices only within a shard_map with check_vma=True, which does not work here.
         if any(_tree.varying_axes(x) for x in jax.tree.leaves(operands[:2])):
             raise ValueError(
                 "the pieces of a cycle need check_vma=False, and gradients outside of the "
                 "shard_map."
                 if inside
-                else f"comm={self} inside a shard_map that checks what varies between devices (check_vma=True) does not work. "
+                else f"comm={self} inside a shard_map that checks what varies between devices "
+                "(check_vma=True) does not work. "
                 "Spread the batch by its sharding instead of that shard_map; or call it with "
                 "check_vma=False, where each device has the gradient of its own share, and average "
                 "them (jax.lax.pmean)."
@@ -148,6 +157,7 @@ class MeshComm(Comm):
         # an array can be split into equal parts only
         spread = PartitionSpec(self.axis) if len(keys) % self.size == 0 else PartitionSpec()
         place, impl = NamedSharding(self.automatic, spread), jax.random.key_impl(keys)
+        # Under jit with `out_shardings` each device makes only its own layers.
         build = jax.jit(
             lambda words: make(jax.random.wrap_key_data(words, impl=impl)), out_shardings=place
         )
@@ -157,6 +167,7 @@ class MeshComm(Comm):
         def leaf(x: jax.Array) -> jax.Array:
             if x.shape[0] % self.size:
                 return x
+            # Only the axis of the layers is fixed here; the compiler decides on the others.
             others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
             return lax.with_sharding_constraint(
                 x, NamedSharding(self.automatic, PartitionSpec(self.axis, *others))
@@ -168,6 +179,7 @@ class MeshComm(Comm):
         devices = set(self.mesh.devices.flat)
 
         def leaf(x: jax.Array) -> jax.Array:
+            # Arrays that are committed to other devices would make jit fail; uncommitted ones move by themselves.
             elsewhere = (
                 not isinstance(x, jax.core.Tracer)
                 and x.committed
@@ -183,6 +195,7 @@ class MeshComm(Comm):
 
     def _check_inside(self, layers: int, unit: int) -> None:
         """Refuse the pieces of a cycle outside of a ``shard_map`` over the axis, and intervals that are cut."""
+        # The manual axes of the abstract mesh are those of the shard_map in which Python runs now.
         if self.axis not in jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
                 f"comm={self} needs a jax.shard_map over {self.axis!r} around the pieces of a "
@@ -207,6 +220,7 @@ class MeshComm(Comm):
         kinds = ("params and data", operands.stacked, 1), ("y0 and shared", operands.common, 0)
         for name, tree, first in kinds:
             for path, leaf in jax.tree.leaves_with_path(tree):
+                # A tracer has its sharding in its type, a concrete array as an attribute.
                 traced = isinstance(leaf, jax.core.Tracer)
                 sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
                 spec = getattr(sharding, "spec", ())
@@ -225,6 +239,8 @@ def _resharded(x: jax.Array, place: NamedSharding) -> jax.Array:
     return _reshard.bind(x, place=place)
 
 
+# `jax.sharding.reshard` has no transpose to an array whose type has no mesh. This primitive has one: the cotangent only
+# gets the type of the primal.
 _reshard = core.Primitive("reshard_unplaced")
 _reshard.def_impl(lambda x, place: jax.device_put(x, place))
 _reshard.def_abstract_eval(
@@ -238,7 +254,8 @@ ad.deflinear2(_reshard, lambda cotangent, x, place: [retyped(cotangent, x.aval.s
 batching.primitive_batchers[_reshard] = functools.partial(batch_with_place, _resharded)
 
 
-@functools.lru_cache(maxsize=32)  # as for programs
+# The cache keeps as many programs as `_program` does.
+@functools.lru_cache(maxsize=32)
 def _with_automatic_axes(
     program: Callable[[PyTree], PyTree],
     axes: tuple[str, ...],
@@ -263,6 +280,7 @@ class OnMesh(Workers):
 
     @property
     def rows(self) -> tuple[int, int]:
+        # Inside of the caller's shard_map, arrays have one device's layers only.
         return (self.held[0],) * 2 if self.opened else super().rows
 
     def map(self, body: Body) -> Body:
@@ -285,12 +303,14 @@ class OnMesh(Workers):
                 return opened(*arrays)
             # keys of "rbg", and words of keys, would draw other numbers if they were batched with the rest
             kinds = [x.dtype.name for x in jax.tree.leaves(arrays)]
+            # `depend` makes all arrays depend on each other, so that JAX cannot take a part of the solve out of a loop.
             some, combine = _tree.partition(arrays, [k not in (*ALONE, "uint32") for k in kinds])
             return opened(*combine(_wire.depend(some, some)))
 
         return whole
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
+        # `ppermute` gives zeros to devices that no pair names as the destination.
         pairs = [(i, i + by) for i in range(self.active) if 0 <= i + by < self.active]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree)
 
@@ -308,6 +328,7 @@ class OnMesh(Workers):
     ) -> tuple[Stacked, PyTree, PyTree]:
         count, by = _tree.leading(entries), -1 if reverse else 1
         place = by * (self.index() - self.first(reverse))  # in the row
+        # In turn `now` the device at `place` takes microbatch `now - place`: the last one starts in turn `active - 1`.
         turns = count + self.active - 1
         # Where kernels are launched, idle devices would wait anyway, and the loop's length is known. Over other axes of the mesh
         # the compiler may exchange something in a step (halos), for which devices of a CPU all wait.
@@ -319,7 +340,9 @@ class OnMesh(Workers):
         def body(carry: PyTree, now: jax.Array) -> tuple[PyTree, None]:
             entered, out, total = carry
             number = jnp.clip(now - place, 0, count - 1)
+            # A device is idle in the first `place` turns and after its last microbatch; `clip` keeps `number` valid then.
             mine = (now - place == number) & (place >= 0) & (place < self.active)
+            # The first device of the row takes microbatches from `entries`, each other one what its neighbour sent last.
             entry = _tree.where(place == 0, _tree.take(entries, number), entered)
 
             def one(number: jax.Array, carry: PyTree) -> PyTree:
@@ -327,6 +350,7 @@ class OnMesh(Workers):
                 last, kept, added = turn(entry, number)
                 new = last, kept
                 if everyone:
+                    # An idle device evaluates the turn like all others, and keeps what it had.
                     new = _tree.where(mine, new, _tree.take(out, number))
                     added = _tree.where(mine, added, _tree.zeros_like(added))
                 return last, _tree.put(out, new, number), _tree.add(total, added)
@@ -339,6 +363,7 @@ class OnMesh(Workers):
             last, out, total = _tree.fori_loop(
                 number, number + mine.astype(jnp.int32), one, (entry, out, total)
             )
+            # The last turn needs no message. All devices agree on `now`, so the conditional cannot separate them.
             return (lax.cond(now < turns - 1, send, lambda last: last, last), out, total), None
 
         first = jax.tree.map(lambda x: x[0], entries)
@@ -346,6 +371,7 @@ class OnMesh(Workers):
         none = _tree.zeros_like((one, added))
         start = first, tuple(_tree.repeat(none[0], count)), none[1]
         (_, out, total), _ = _tree.scan(body, start, jnp.arange(turns, dtype=jnp.int32))
+        # The adjoint has a pipeline of its own, so reverse mode through this one is refused, with advice.
         lasts, kept, total = without_gradient((*out, total), _RELAYED)
         return lasts, kept, total
 
@@ -353,6 +379,7 @@ class OnMesh(Workers):
 def same_over(x: jax.Array, varying: frozenset[Hashable]) -> jax.Array:
     """Let an array that is equal along further axes of a ``shard_map`` vary over ``varying`` only, as far as its type tells."""
     for axis in sorted(_tree.varying_axes(x) - varying, key=str):
+        # All devices hold equal numbers, so the sum takes them from the first one; after `psum` the type does not vary over it.
         x = _sum(jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x)), axis)
     return x
 

@@ -75,6 +75,7 @@ class MPIComm(Comm):
         mpi, _ = _modules()
         if self.comm is None:
             object.__setattr__(self, "comm", mpi.COMM_WORLD)
+        # An intercommunicator has two groups of ranks, and no row of workers.
         if not isinstance(self.comm, mpi.Intracomm):
             raise TypeError(
                 f"comm must be an mpi4py communicator, like MPI.COMM_WORLD; got {self.comm!r}."
@@ -84,7 +85,8 @@ class MPIComm(Comm):
             _together.watch_exit()
             _together.patiences.append(self.patience)
             _register_messages()
-        _ = self._duplicates  # made by all ranks together
+        # All ranks have to duplicate the communicator together, so this is done when the object is made.
+        _ = self._duplicates
 
     @property
     def splits(self) -> bool:
@@ -101,6 +103,7 @@ class MPIComm(Comm):
         return int(self.comm.Get_rank())
 
     def _key(self) -> tuple[int, str, bool, int | None]:
+        # The Fortran handle is the same for all Python objects of one communicator.
         return int(self.comm.py2f()), self.sequential, self.check, self.layers
 
     @property
@@ -111,8 +114,10 @@ class MPIComm(Comm):
     @property
     def _duplicates(self) -> "tuple[Intracomm, Intracomm, Intracomm]":
         """Communicators of the same ranks for programs, for Python and for the marks of `_together`, kept by MPI."""
+        # MPI keeps the duplicates as an attribute of the communicator, so that equal `MPIComm` objects share them.
         kept: Any = self.comm.Get_attr(_attribute())
         if kept is None:
+            # Messages of compiled programs, of Python and of the marks never match each other on separate communicators.
             kept = self.comm.Dup(), self.comm.Dup(), self.comm.Dup()
             self.comm.Set_attr(_attribute(), kept)
             if self.size > 1:
@@ -137,6 +142,7 @@ class MPIComm(Comm):
         mpi, mpi4jax = _modules()
 
         def reduce(x: jax.Array) -> jax.Array:
+            # This promotion is wanted, also where the user's setting is strict.
             with jax.numpy_dtype_promotion("standard"):
                 wide = jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize < 4 else x.dtype
             return mpi4jax.allreduce(
@@ -174,10 +180,13 @@ class MPIComm(Comm):
             "what all layers share": describe("y0, shared", operands.common, 0),
             "the times": operands.times,
             "the solvers": {
+                # Addresses of functions differ between processes, and are no difference of the solvers.
                 "solver, adjoint_solver": re.sub(" at 0x[0-9a-f]+", "", repr(tuple(solvers)))
             },
         }
+        # `allgather` would wait for ever for a rank that has ended, so ranks meet with a time limit first.
         _together.meet(self._duplicates[2], self.patience)
+        # Every rank sees the same facts, and so all ranks raise the same error or none.
         counts, everyone = zip(*self.python_comm.allgather((layers, facts)), strict=True)
         for what in facts:
             self._refuse_differences(what, [theirs[what] for theirs in everyone])
@@ -235,6 +244,8 @@ def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
         return np.asarray(True)
 
     leaves, structure = jax.tree.flatten(tree)
+    # Instead of all numbers, one weighted sum of bits is compared for each leaf: its largest and its least value over the
+    # ranks have to be equal.
     words = [_wire.encode(lax.stop_gradient(x), 0).astype(jnp.uint32) for x in leaves]
     sums = [
         jnp.sum(w * (1 + jnp.arange(w.size, dtype=jnp.uint32) % 65_521), dtype=jnp.uint32)
@@ -244,6 +255,7 @@ def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
         return tree
     mine = jnp.stack(sums).astype(jnp.int32)
     same = jax.ShapeDtypeStruct((), jnp.bool_)
+    # Python raises the error on the host; a compiled program cannot.
     same = jax.pure_callback(
         same_bits, same, comm.max(mine), -comm.max(-mine), vmap_method="sequential"
     )
@@ -282,7 +294,9 @@ def _lengths(total: int, workers: int, unit: int) -> list[int]:
 
 def _runs(total: int, workers: int, unit: int) -> list[slice]:
     units = -(-total // unit)
+    # The first workers take one unit more where the units do not divide evenly.
     sizes = [unit * (units // workers + (w < units % workers)) for w in range(workers)]
+    # The last unit may be shorter than the others.
     ends = [min(total, end) for end in itertools.accumulate(sizes)]
     return [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
 
@@ -304,6 +318,7 @@ class OnRanks(Workers):
 
     def map(self, body: Body) -> Body:
         def alike(*arrays: PyTree) -> tuple[Stacked, PyTree]:
+            # The results that are the same on all ranks come from messages, which depend on all arrays already.
             out, everywhere = body(*arrays)
             return _wire.depend(out, arrays), everywhere
 
@@ -318,12 +333,14 @@ class OnRanks(Workers):
     @property
     def rows(self) -> tuple[int, int]:
         rank = self.comm.rank
+        # The caller passes layers without padding.
         here = self.layers - sum(self.held[:rank])
         return max(0, min(self.held[rank], here)), self.held[rank]
 
     def shift(self, tree: PyTree, by: int) -> PyTree:
         rank, last = self.comm.rank, self.active - 1
         ends = rank - by, rank + by
+        # Ranks without layers exchange nothing.
         source, dest = (w if rank <= last and 0 <= w <= last else None for w in ends)
         received = self._exchange(tree, source, dest)
         return _wire.zeros_after(received) if source is None else received
@@ -337,6 +354,7 @@ class OnRanks(Workers):
     def gather(self, tree: PyTree, span: int) -> PyTree:
         _, mpi4jax = _modules()
         lengths = [n // span for n in self.held]
+        # MPI gathers parts of equal length, so shorter ones are padded, and `rows` picks the rest out again.
         rows = [rank * max(lengths) + i for rank, n in enumerate(lengths) for i in range(n)]
 
         def everyone(x: jax.Array) -> jax.Array:  # (n, bytes)
@@ -351,6 +369,7 @@ class OnRanks(Workers):
     ) -> tuple[Stacked, PyTree, PyTree]:
         rank, first, by = self.comm.rank, self.first(reverse), -1 if reverse else 1
         place, one = by * (rank - first), _tree.entry_like(entries)
+        # A rank without layers sends and receives nothing; it returns zeros of the shapes that the others return.
         if rank >= self.active:
             last, kept, total = _tree.zeros_like(jax.eval_shape(turn, one, 0))
             return *_tree.repeat((last, kept), _tree.leading(entries)), total
@@ -359,9 +378,11 @@ class OnRanks(Workers):
 
         def exchanging(entry: State, number: jax.Array | int) -> tuple[State, PyTree, PyTree]:
             if place:
+                # The first rank of the row starts at once; every other one waits for its predecessor.
                 entry = self._exchange(_wire.depend(entry, own), rank - by, None)
             last, kept, added = turn(entry, number)
             if place < self.active - 1:
+                # The next turn must not begin before the state is sent, as the next rank waits for it.
                 last = _wire.after(last, self._exchange(last, None, rank + by))
             return last, kept, added
 
@@ -372,6 +393,7 @@ class OnRanks(Workers):
         mpi, mpi4jax = _modules()
         if source is None and dest is None:
             return _tree.zeros_like(tree)
+        # MPI sends nothing to PROC_NULL, and receives nothing from it.
         ends = [mpi.PROC_NULL if rank is None else rank for rank in (source, dest)]
         return _wire.apply_packed(
             self._alike(tree),
@@ -412,12 +434,14 @@ def _register_messages() -> None:
     mpi, mpi4jax = _modules()
     comm, rules = mpi.COMM_SELF, partial_eval.partial_eval_jaxpr_custom_rules
 
+    # This program has each primitive of mpi4jax once, which is how its primitives are found without importing private names.
     def messages(x: jax.Array) -> None:
         x = mpi4jax.allgather(mpi4jax.allreduce(x, op=mpi.SUM, comm=comm), comm=comm)
         mpi4jax.sendrecv(x, x, 0, 0, comm=comm)
 
     def again(_: object, unknown: Any, held: Any, eqn: Any) -> Any:
         """The operation in the forward pass, unless an operand is unknown there; in the backward pass; and what that needs."""
+        # `unknown` says which operands the forward pass does not know.
         later = any(unknown)
         needs = [x for x, here in zip(eqn.invars, held, strict=True) if not here]
         return None if later else eqn, eqn, [later], [True], needs
@@ -426,6 +450,7 @@ def _register_messages() -> None:
         primitive: Any, operands: Sequence[Any], axes: Sequence[int], **params: Any
     ) -> tuple[Any, int]:
         """All ranks' batches, by an operation that puts an axis for the ranks first."""
+        # The gathered ranks become axis 0, and push the axis of the batch to 1.
         return primitive.bind(jnp.moveaxis(operands[0], axes[0], 0), **params), 1
 
     for eqn in jax.make_jaxpr(messages)(np.float32(0)).eqns:
@@ -445,12 +470,14 @@ def _attribute() -> int:
 
 def _abort_on_uncaught() -> None:
     """Let an uncaught exception end the job. Otherwise the other ranks, and MPI's finalisation, wait for this one."""
+    # The hook is set once per process.
     if getattr(sys.excepthook, "aborts_mpi", False):
         return
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
+        # `Abort` ends the process at once, and what is still in the buffers would be lost.
         sys.stdout.flush()
         sys.stderr.flush()
         mpi, _ = _modules()

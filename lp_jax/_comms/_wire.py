@@ -32,6 +32,7 @@ def _never(tree: PyTree) -> jax.Array:
     words = [x for x in jax.tree.leaves(tree) if x.size]
     if not words:
         return jnp.asarray(False)
+    # One byte of one number is enough to depend on the whole message.
     bits = encode(words[0].reshape(-1)[:1], 0)[0].astype(jnp.uint32)
     return bits * bits % 4 == 2
 
@@ -39,6 +40,7 @@ def _never(tree: PyTree) -> jax.Array:
 def depend(tree: PyTree, others: PyTree) -> PyTree:
     """Return the tree. JAX takes each of its arrays to depend on all ``others``; XLA drops that, a choice between equals."""
     arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
+    # Arrays of length 0 cost nothing, but JAX traces the dependence.
     none = [x.reshape(-1)[:0] != x.reshape(-1)[:0] for x in arrays]
     some = jnp.concatenate([jnp.zeros(0, bool), *none]).any()
     return jax.tree.map(lambda x: jnp.where(some, x, x), tree)
@@ -48,6 +50,7 @@ def apply_by_dtype(tree: PyTree, f: Callable[[jax.Array], jax.Array]) -> PyTree:
     """Apply ``f`` to all leaves of one dtype at once, as one flat array."""
     leaves, structure = jax.tree.flatten(tree)
     out = list(leaves)
+    # A dict keeps the order of the leaves, so that all ranks send their messages in one order.
     for dtype in dict.fromkeys(x.dtype for x in leaves):
         places = [i for i, x in enumerate(leaves) if x.dtype == dtype]
         flat, unravel = ravel_pytree([leaves[i] for i in places])
@@ -64,7 +67,8 @@ def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, lead: int
     dtypes = {x.dtype for x in leaves}
     if len(dtypes) == 1 and str(leaves[0].dtype) in _KNOWN:
         encoded = [_flat(x, lead) for x in leaves]
-    else:  # several dtypes, or one that MPI does not know
+    else:
+        # Several dtypes, or one that MPI does not know, are sent as bytes.
         encoded = [encode(x, lead) for x in leaves]
     ends = list(itertools.accumulate(x.shape[-1] for x in encoded))
     parts = jnp.split(f(jnp.concatenate(encoded, axis=-1)), ends[:-1], axis=-1)
@@ -78,6 +82,7 @@ _KNOWN = ("float32", "float64", "complex64", "complex128", "int32", "int64", "ui
 
 def encode(x: jax.Array, lead: int) -> jax.Array:
     """The bytes of an array, with all axes but the first ``lead`` as one."""
+    # Keys are opaque to `view`; their data are words.
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return _flat(x, lead).view(jnp.uint8)
@@ -86,8 +91,12 @@ def encode(x: jax.Array, lead: int) -> jax.Array:
 def _decode(x: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, lead: int) -> jax.Array:
     """Undo `encode`, if it was applied; ``x`` may have more rows than ``like``."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        # The data of a key have another axis, for its words.
         words = _decode(x, jax.eval_shape(jax.random.key_data, like), lead)
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))  # type: ignore[arg-type]
+        return jax.random.wrap_key_data(
+            words,
+            impl=jax.random.key_impl(like),  # type: ignore[arg-type]
+        )
     return x.view(like.dtype).reshape(*x.shape[:lead], *like.shape[lead:])
 
 

@@ -15,9 +15,8 @@ from lp_jax._arrays._types import CPoints, PyTree, Scalar, Stacked, State
 from lp_jax._comms import _wire
 
 Compose = Callable[[PyTree, PyTree], PyTree]  # an associative operation ``compose(first, second)``
-Body = Callable[
-    [Stacked, PyTree], tuple[Stacked, PyTree]
-]  # of a solve: ``body(stacked, common) -> (stacked, common)``
+# The part of a solve on one worker: ``body(stacked, common) -> (stacked, common)``.
+Body = Callable[[Stacked, PyTree], tuple[Stacked, PyTree]]
 
 Run = Callable[[State], tuple[CPoints, PyTree]]
 """A worker's part of a sequential solve: ``run(y0)`` returns its points, and a tree of other results."""
@@ -99,6 +98,7 @@ class Workers(abc.ABC):
 
         def turn(entry: State, number: jax.Array | int) -> tuple[State, PyTree, PyTree]:
             out, at = run(entry), 0 if reverse else -1
+            # A worker without intervals passes on the state that entered.
             return jax.tree.map(lambda u, y: u[at] if len(u) else y, out[0], entry), out, None
 
         _, out, _ = self.pipeline(turn, jax.tree.map(lambda x: x[None], y0), reverse=reverse)
@@ -112,6 +112,7 @@ class Workers(abc.ABC):
     @property
     def active(self) -> int:
         """Number of workers that hold layers."""
+        # Padding may leave the last workers with slots but without layers.
         starts = itertools.accumulate(self.held, initial=0)
         return sum(
             n > 0 and start < self.layers for n, start in zip(self.held, starts, strict=False)
@@ -136,8 +137,10 @@ class Workers(abc.ABC):
 
     def broadcast(self, tree: PyTree, root: int) -> PyTree:
         """Return the tree of worker ``root``, on each of them. It is a sum, so that each worker waits for all others."""
+        # `here` is a Python boolean where each worker traces a program of its own, and an array where one program serves all.
         here = self.index() == root
         if isinstance(here, bool):
+            # A rank that adds zeros joins the sum only after its own result is computed; see `_wire.zeros_after`.
             return self.sum(tree if here else _wire.zeros_after(tree))
         return self.sum(_tree.where(here, tree, _tree.zeros_like(tree)))
 
@@ -166,6 +169,7 @@ class Workers(abc.ABC):
 
     def end(self, span: int, n: int) -> tuple[bool | jax.Array, int]:
         """Return whether the last entry is on this worker, and at which of its ``n`` positions."""
+        # All workers before the last active one are full, so this is the position within that one.
         at = self.total(span) - 1 - sum(self.held[: self.active - 1]) // span
         return self.index() == self.active - 1, min(at, n - 1)
 
@@ -176,14 +180,19 @@ class Workers(abc.ABC):
             return u
         entered = y0
         if self.active > 1:
+            # The neighbour needs only the state that leaves this worker.
             edge = jax.tree.map(lambda x: x[0 if reverse else -1], u)
             entered = self._first_or(y0, self.shift(edge, -1 if reverse else 1), reverse=reverse)
+        # The state that enters an entry is the one that leaves the entry before it.
         states = _tree.push(u, entered, reverse=reverse)
+        # Without padding this is all.
         if sum(self.held) // span == self.total(span):
             return states
         if reverse:
             here, at = self.end(span, n)
+            # In reverse the chain begins at the last entry that is not padding.
             states = _tree.put(states, select(here, y0, _tree.take(states, at)), at)
+        # A padding entry is entered by its own state, so that its residual is zero.
         inside = self.start(span) + jnp.arange(n, dtype=jnp.int32) < self.total(span)
         return _tree.where_rows(inside, states, u)
 
@@ -197,6 +206,7 @@ class Workers(abc.ABC):
     def last(self, u: CPoints, span: int, *, reverse: bool) -> State:
         """Return the state that leaves the chain, on every worker."""
         n = _tree.leading(u)
+        # In reverse the chain leaves through the first entry, else through the last one that is not padding.
         edge = (
             _tree.take(u, 0 if reverse else self.end(span, n)[1])
             if n
@@ -213,6 +223,7 @@ class Workers(abc.ABC):
             if factor is not None:
                 start = self._decayed_before(increments, y0, factor, reverse=reverse)
             else:
+                # Sums are taken in at least single precision, and rounded once at the end.
                 total = _tree.total(increments)
                 start = _tree.add(_tree.wide(y0), self.exclusive_scan(total, reverse=reverse))
         before, last = _tree.prefix_sums(increments, start, reverse=reverse, factor=factor)
@@ -225,6 +236,7 @@ class Workers(abc.ABC):
         y0, here = _tree.wide(y0), self.index() == self.first(reverse)
         start = select(here, y0, _tree.zeros_like(y0))
         _, total = _tree.prefix_sums(increments, start, reverse=reverse, factor=factor)
+        # Worker w maps a sum s that enters it to ``factor ** n * s + total``; these affine maps are composed over the row.
         power = jnp.where(here, 0, factor ** _tree.leading(increments))
 
         def compose(
@@ -244,6 +256,7 @@ class Workers(abc.ABC):
         """Compose (add up) the values of all workers before this one, in ``1 + ceil(log2(active - 1))`` messages."""
         by = -1 if reverse else 1
         total, distance = self.shift(value, by), 1
+        # After k turns `total` covers the 2**k workers before this one, as in a parallel prefix sum by Hillis and Steele.
         while distance < self.active - 1:
             total = compose(self.shift(total, by * distance), total)
             distance *= 2
@@ -253,14 +266,18 @@ class Workers(abc.ABC):
         """Whether a level of ``total`` steps is solved on every worker ``solves`` times, from a copy of all its operands."""
         if self.size == 1 or self.sequential != "auto":
             return self.size > 1 and self.sequential == "gather"
+        # Compare the bytes of both ways: a relay sends a state to one worker after the other in every solve; gathering copies
+        # the operands once, and then the right-hand side of every solve.
         one = _tree.nbytes(state)
         each = _tree.nbytes(_tree.entry_like(operands))
+        # Messages of a relay wait for each other, so that each one costs its latency.
         relayed = solves * (self.active - 1) * (_LATENCY + one)
         gathered = total * (each + solves * one) + (solves + 1) * _LATENCY
         return gathered < relayed
 
 
-_LATENCY = 100_000  # bytes that could be sent while an empty message is: 10 us at 10 GB/s, assumed for all engines
+# Bytes that could be sent while an empty message is on its way: 10 us at 10 GB/s, assumed for all engines.
+_LATENCY = 100_000
 
 
 def select(condition: bool | jax.Array, a: PyTree, b: PyTree) -> PyTree:
@@ -313,6 +330,7 @@ def one_after_another(turn: Turn, entries: Stacked) -> tuple[Stacked, PyTree, Py
 
     numbers = jnp.arange(_tree.leading(entries), dtype=jnp.int32)
     first = _tree.entry_like((entries, numbers))
+    # The sums start from zeros of the shapes that a turn adds.
     none = _tree.zeros_like(jax.eval_shape(turn, *first)[2])
     total, (lasts, kept) = _tree.scan(body, none, (entries, numbers))
     return lasts, kept, total

@@ -27,12 +27,12 @@ class Chain:
     y0: State
     workers: Workers
     padded: bool  # whether layers check for padding, on which they are the identity
-    level: int | None = (
-        None  # the level whose steps an interval consists of; None for the whole network
-    )
+    # the level whose steps an interval consists of; None for the whole network
+    level: int | None = None
 
     def at_once(self, setting: int | float | str, least: int = 1) -> int:
         """Number of layers that a solver with this setting evaluates at once, on each worker; ``least`` if that may be."""
+        # In a batch JAX draws other random numbers from some kinds of keys, so layers that use them are evaluated one by one.
         if self.traced.footprint.alone:
             return 1
         if setting == "auto":
@@ -87,6 +87,7 @@ class Chain:
         """The layers of one interval as a chain of its own, for a solver that works in units of ``unit`` layers."""
         layers = slices.index.shape[0]
         workers = Local(layers=layers, held=(layers,), processor=self.workers.processor).fit(unit)
+        # The interval itself may end with padding of the network.
         padded, slices = (
             self.padded or workers.padded,
             pad_slices(slices, workers.held[0], self.layers),
@@ -106,4 +107,5 @@ def pad_slices(slices: Slices, n: int, layers: int) -> Slices:
         return jnp.concatenate([x, jnp.full((n - length,), value, x.dtype)])
 
     padded: Slices = _tree.resize(slices, n)
+    # `resize` repeats the last slice, whose index and dt do not mark padding.
     return padded._replace(index=extend(slices.index, layers), dt=extend(slices.dt, 0))

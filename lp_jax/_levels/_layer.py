@@ -42,15 +42,12 @@ class LayerStep:
     level: int
     has_aux: bool
     structure: jax.tree_util.PyTreeDef | None = None  # of its output; None before the first trace
-    terms: int = (
-        0  # most rows of a product whose weight's gradient is a sum of outer products; 0 for none
-    )
-    hoisted: tuple[
-        tuple[Signature, Hoisted], ...
-    ] = ()  # by the state's signature, if it closes over traced values
-    home: AbstractMesh | None = (
-        None  # that it is traced on; None for the mesh of whoever evaluates it
-    )
+    # most rows of a product whose weight's gradient is a sum of outer products; 0 for none
+    terms: int = 0
+    # the step's programs by the state's signature, if it closes over traced values
+    hoisted: tuple[tuple[Signature, Hoisted], ...] = ()
+    # mesh that it is traced on; None for the mesh of whoever evaluates it
+    home: AbstractMesh | None = None
     retraced: bool = False  # whether its code must run in every trace: see `needs_its_trace`
 
     def __call__(self, u: State, x: Slices, shared: PyTree) -> PyTree:
@@ -72,6 +69,7 @@ class LayerStep:
         if self.retraced:
             out = self(u, x, shared[0])
         else:
+            # Types of a program hold the mesh of its trace, so JAX's cache of traces serves only the same mesh.
             here = jax.sharding.get_abstract_mesh()
             home, like = self.home or here, (u, x, shared[0])
             with jax.sharding.use_abstract_mesh(home):
@@ -81,10 +79,12 @@ class LayerStep:
                     program = core.ClosedJaxpr(hoisted.jaxpr, constants)
                 else:
                     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+                    # JAX caches the trace by this step and the types of its arguments, so the user's code does not run again.
                     program = jax.make_jaxpr(self)(*(like if here == home else shapes))
             evaluated = with_few_terms(program, self.terms, home)
             out = jax.tree.unflatten(self.structure, evaluated(*jax.tree.leaves((u, x, shared[0]))))
         u_next, emitted = out if self.has_aux else (out, None)
+        # A slot beyond the last layer passes the state on unchanged.
         if layers is not None:
             u_next = _tree.where(x.index < layers, u_next, u)
         return (u_next, emitted) if aux else u_next
@@ -105,6 +105,7 @@ def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
     ):
         return False
     try:
+        # A rule that needs a value of its own trace leaves a tracer among the constants of the transposed program.
         constants = jax.make_jaxpr(transpose)(*jax.tree.leaves(arguments)).consts
     except Exception:
         return True
@@ -115,15 +116,15 @@ def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
 class Traced:
     """The traced layers of a network: all that is static about them."""
 
-    steps: tuple[
-        tuple[StepKey, LayerStep], ...
-    ]  # the layer on each level, and other steps of the solvers
+    # the layer on each level, and other steps of the solvers
+    steps: tuple[tuple[StepKey, LayerStep], ...]
     layers: int
-    footprint: Any  # cost and memory of a layer, by `lp_jax._choice`; devices read it, and solvers two flags of it
-    differentiable: tuple[
-        bool, ...
-    ]  # the leaves of the slices with a gradient; times only where they are traced
-    recurrent: bool = False  # whether all its weights are shared: their gradient is one contraction over all steps
+    # cost and memory of a layer, by `lp_jax._choice`; devices read it, and solvers two flags of it
+    footprint: Any
+    # the leaves of the slices with a gradient; times only where they are traced
+    differentiable: tuple[bool, ...]
+    # whether all its weights are shared: their gradient is one contraction over all steps
+    recurrent: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +160,7 @@ class Linearised:
         (_, emitted), pullback, _ = self._vjp(u, x, shared)
         leaves, structure = jax.tree.flatten(pullback)
         for i, value in zip(self._from_state(u, x, shared), kept, strict=True):
+            # The kept arrays take the places of those that the new trace would compute again.
             leaves[i] = retyped(value, jax.typeof(leaves[i]).sharding)
         pull = jax.tree.unflatten(structure, leaves)
 
@@ -187,6 +189,7 @@ class Linearised:
         def directional(dot: list[jax.Array]) -> State:
             def one(u: State, x: Slices, kept: Sequence[jax.Array], lam: State) -> State:
                 pull = self.transpose(u, x, shared, kept)
+                # The transpose of the pullback is the forward derivative J_n along the weights.
                 push = jax.linear_transpose(lambda lam: pull(lam)[2], lam)
                 (u_dot,) = push(dot)
                 return u_dot
@@ -225,5 +228,6 @@ class Linearised:
         for equation in jaxpr.eqns:
             if equation.primitive.name == "retyped" and equation.invars[0] in states:
                 states = [*states, *equation.outvars]
+        # The state itself is kept apart, as the solver has it.
         follows = following(jaxpr, [v in states for v in jaxpr.invars])
         return [i for i, v in enumerate(jaxpr.outvars) if follows[i] and v not in states]

@@ -53,22 +53,17 @@ class Level:
     reverse: bool = False  # whether the chain runs from the last step to the first
     at_once: int = 1  # number of intervals whose steps are evaluated at once
     unroll: int = 1  # number of steps to unroll where they follow each other
-    transfer: Transfer | None = (
-        None  # (restrict, prolong) of the state to and from the next coarser level
-    )
-    expand: Callable[[PyTree, PyTree], PyTree] | None = (
-        None  # from one interval's ``xs`` to operands of each step
-    )
-    linearise_at: Callable[[PyTree, Points], PyTree] | None = (
-        None  # puts the states of the last relaxation into ``xs``
-    )
-    gathered: PyTree = (
-        None  # operands of all workers' steps, where the level is solved on every worker
-    )
+    # (restrict, prolong) of the state to and from the next coarser level
+    transfer: Transfer | None = None
+    # from one interval's ``xs`` to operands of each step
+    expand: Callable[[PyTree, PyTree], PyTree] | None = None
+    # puts the states of the last relaxation into ``xs``
+    linearise_at: Callable[[PyTree, Points], PyTree] | None = None
+    # operands of all workers' steps, where the level is solved on every worker
+    gathered: PyTree = None
     unit: Scalar | None = None  # size of the states, in which residuals are squared; None for 1
-    origin: SliceStep | None = (
-        None  # step whose Jacobian Newton takes; of an adjoint level the one that is transposed
-    )
+    # step whose Jacobian Newton takes; of an adjoint level the one that is transposed
+    origin: SliceStep | None = None
     has_sources: bool = False  # whether the steps are affine: an adjoint with sources
     chain: PyTree = None  # the layers, from which coarser levels are made; None on an adjoint level
 
@@ -129,9 +124,11 @@ class Level:
     def c_points(self, points: Points) -> CPoints:
         """The C-points among the states after every step, leaves ``(steps, ...)``."""
         edge = 0 if self.reverse else -1
+        # A C-point is the last point of its interval in the order of the chain.
         u = jax.tree.map(lambda x: x[:, edge], _tree.split(points, self.factor))
         if self.ends_short:
             here, at = self.workers.end(self.span, self.steps)
+            # The chain ends before the last position of its interval, so the C-point is taken from where it ends.
             last = at // self.factor
             u = _tree.put(u, select(here, _tree.take(points, at), _tree.take(u, last)), last)
         return u
@@ -159,6 +156,7 @@ class Level:
         """This level with its steps linearised at the ``states`` that enter every layer, if the steps need them."""
         if self.linearise_at is None:
             return self
+        # Group the states of all layers by steps of this level, then by its intervals.
         states = self.split(_tree.split(states, self.span))
         return dataclasses.replace(self, xs=self.linearise_at(self.xs, states), linearise_at=None)
 
@@ -168,6 +166,7 @@ class Level:
         Never where the operands change from cycle to cycle, nor where the solution is a prefix sum.
         """
         total = self.workers.total(self.span)
+        # A level whose step is the identity is a prefix sum, which needs no operands.
         stays = self.step is identity or self.linearise_at is not None
         if stays or not self.workers.prefers_gather(self.xs, self.y0, total, solves):
             return self
@@ -180,6 +179,7 @@ class Level:
     def in_units(self, squares: jax.Array) -> jax.Array:
         """Return the square roots of sums of squares of this level, undoing its unit."""
         root = jnp.sqrt(squares)
+        # The squares were taken in units of the level.
         return root if self.unit is None else root * self.unit.astype(root.dtype)
 
     def advance(self, u: State, x: PyTree, shared: PyTree) -> tuple[State, None]:

@@ -28,9 +28,8 @@ class Relaxed(NamedTuple):
     u: CPoints
     residual: CPoints  # at the C-points
     incoming: CPoints  # states that enter the intervals
-    points: Points | None = (
-        None  # states that enter every step, ``(steps, ...)``; None where they are not needed
-    )
+    # states that enter every step, ``(steps, ...)``; None where they are not needed
+    points: Points | None = None
 
 
 def f_relax(level: Level, u: CPoints) -> Points:
@@ -74,6 +73,7 @@ def relaxed(
     rule = at_level(rules, level.number)
     if callable(rule):
         u = rule(level, u)
+    # With points the last sweep is another one than the C-relaxations, so these are not in one loop with it.
     elif points:
         for _ in range(rule.count("C")):
             u = c_relax(level, u, weight)
@@ -83,6 +83,7 @@ def relaxed(
             carry: tuple[CPoints, CPoints, CPoints], _: None
         ) -> tuple[tuple[CPoints, CPoints, CPoints], None]:
             u, swept, _ = carry
+            # In the first turn ``swept`` is ``u``, so that only the residual's sweep is done without a C-relaxation.
             u = _tree.blend(weight, swept, u)
             incoming = level.incoming(u)
             return (u, sweep(level, incoming)[0], incoming), None
@@ -111,6 +112,7 @@ def entering(level: Level, incoming: CPoints) -> Points:
     """F-relaxation: the states that enter every step, leaves ``(steps, ...)``, given those that enter the intervals."""
     if level.factor == 1:
         return incoming
+    # One step less is evaluated, as the state after the last step of an interval enters none of its steps.
     last, entered = sweep(level, incoming, advance=_with_incoming(level), count=level.factor - 1)
 
     def points(f: jax.Array, e: jax.Array) -> jax.Array:

@@ -11,7 +11,9 @@ _ORDER = DONE, SERIAL, FELL_BACK, NOT_CONVERGED, NOT_FALLING, NON_FINITE
 
 RESULTS = {
     DONE: "done as asked",
-    SERIAL: "one layer after another, as nothing is predicted to be faster here; the result is exact",
+    SERIAL: (
+        "one layer after another, as nothing is predicted to be faster here; the result is exact"
+    ),
     FELL_BACK: (
         "the residual norm did not come down to the tolerance, and the layers were propagated one "
         "after another instead: the result is right, but took longer than with lp_jax.Serial(). "
@@ -20,7 +22,8 @@ RESULTS = {
     NOT_CONVERGED: (
         "the residual norm did not come down to the tolerance within `iterations` cycles. Allow "
         "more iterations, loosen "
-        'rtol/atol, or set fallback=True. In MGRIT also relax more (relaxation="FCF") or use a coarse step closer to the layers '
+        'rtol/atol, or set fallback=True. In MGRIT also relax more (relaxation="FCF") or use a '
+        "coarse step closer to the layers "
         "(coarse_step=Picard(sweeps=2))"
     ),
     NON_FINITE: (
@@ -31,7 +34,8 @@ RESULTS = {
     NOT_FALLING: (
         "the last residual norm is larger than the first, so that more iterations do not help. Use "
         "Serial(), or a smaller t1; in "
-        'MGRIT also more relaxation (relaxation="FCF") or a coarse step closer to the layers (coarse_step=Picard(sweeps=2))'
+        'MGRIT also more relaxation (relaxation="FCF") or a coarse step closer to the layers '
+        "(coarse_step=Picard(sweeps=2))"
     ),
 }
 """Result codes and what they mean."""

@@ -23,9 +23,11 @@ def sweep(
     step, grouped as by `Level.split`.
     """
     if level.factor == 1:
+        # Intervals of one step are independent steps, without a loop within them.
         return each(level, single(level, advance), incoming)(incoming, (level.xs, level.rhs))
     count, emitted = level.factor if count is None else count, None
     if advance is not None:
+        # Outputs of a loop are written into an array that is carried along, ``(intervals, factor, ...)``.
         room = _room(level, advance, *_tree.entry_like((incoming, level.xs)))
         emitted = _tree.varying(_tree.repeat(room, level.intervals), incoming)
     if not level.intervals:  # a worker without layers
@@ -34,6 +36,7 @@ def sweep(
     if size == level.intervals > 1:
         return _at_once(level, advance, count, incoming, emitted, 0, size)
 
+    # Intervals are taken in chunks of `size`, so that not all of them are in memory at once.
     def some(
         first: jax.Array | int, number: int, carry: tuple[CPoints, PyTree]
     ) -> tuple[CPoints, PyTree]:
@@ -50,6 +53,7 @@ def sweep(
 
     whole, left = divmod(level.intervals, size)
     carry = (_tree.zeros_like(incoming), emitted)
+    # A single interval needs no loop around it.
     if whole == level.intervals == 1:
         return some(0, 1, carry)
     carry = _tree.fori_loop(
@@ -83,6 +87,7 @@ def _at_once(
     """
     xs, rhs, whole = level.xs, level.rhs, size == level.intervals
     if level.expand is not None:
+        # These intervals' operands are computed here, from the states that enter the intervals.
         some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size), xs)
         xs = jax.vmap(level.expand, in_axes=(0, None))(some, level.shared)
     one = jax.vmap(advance or level.step, in_axes=(0, 0, None))
@@ -105,6 +110,7 @@ def _at_once(
         n = level.factor - 1 - i if level.reverse else i
 
         def take(x: jax.Array) -> jax.Array:
+            # The operands are those of these intervals already, or those of all intervals.
             if len(x) == size:
                 return lax.dynamic_index_in_dim(x, n, axis=1, keepdims=False)
             at = _tree.start(x, (first, n))
@@ -120,6 +126,7 @@ def _at_once(
     turns = level.workers.processor.loop_unroll(count, body, 0, (u, emitted))
     if turns < level.factor or not whole:
         return _tree.fori_loop(0, count, body, (u, emitted), unroll=turns)
+    # All turns are unrolled: outputs are stacked once, instead of written into an array step by step.
     outputs: list[PyTree] = []
     for i in range(level.factor):
         u, outputs = body(i, (u, outputs), lambda outputs, new, _: [*outputs, new])
@@ -138,9 +145,11 @@ def march_and_emit(level: Level, advance: Advance | None) -> tuple[CPoints, PyTr
     if level.step is identity and level.factor == 1 and advance is None:
         if level.rhs is None:  # every worker has y0, so that none waits for it
             return _tree.repeat(level.y0, level.intervals), None
+        # u[n+1] = u[n] + rhs[n] is a prefix sum, over all workers at once.
         return level.cumsum(level.rhs, level.y0), None
     if level.gathered is None:
         return level.workers.relay(_marcher(level, advance), level.y0, reverse=level.reverse)
+    # Each worker has all operands, solves the whole level, and keeps its own part: no message but the right-hand side's.
     everywhere = dataclasses.replace(
         level, xs=level.gathered, rhs=level.workers.gather(level.rhs, level.span)
     )
@@ -213,6 +222,7 @@ def _interval(
         u = _tree.add(u, None if rhs is None else _tree.take(rhs, *at, n))
         return u, _tree.put(emitted, new, *at, n)
 
+    # One step needs no loop.
     if count == 1:
         return body(0, (u, emitted))
     unroll = level.workers.processor.loop_unroll(count, body, 0, (u, emitted))
@@ -230,6 +240,7 @@ def _room(level: Level, advance: Advance, u: PyTree, xs: PyTree) -> PyTree:
     """Zeros like the outputs that the steps of one interval emit, leaves ``(factor, ...)``; ``xs`` is that interval's."""
 
     def first(u: PyTree, xs: PyTree) -> PyTree:
+        # The shapes are those of the first step, and all steps have the same.
         return advance(u, _tree.take(_expand(level, xs)[0], 0), level.shared)[1]
 
     return _tree.repeat(_tree.zeros_like(_tree.shape_of(first, u, xs)), level.factor)

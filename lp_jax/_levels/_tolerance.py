@@ -122,6 +122,7 @@ def unit_of(level: Level) -> Scalar:
 def changes(level: Level, before: tuple[Points, State], after: tuple[Points, State]) -> Changes:
     """Compare the states of this worker, and the one that leaves it, before and after an iteration."""
     (old, old_last), (new, new_last) = before, after
+    # Only the worker with the end of the chain has its last state; the others contribute zeros to the maximum.
     ends = level.workers.index() == level.workers.first(not level.reverse)
 
     def of_the_end(state: State) -> State:
@@ -148,6 +149,7 @@ def error_of_changes(y0: State, found: Changes) -> Scalar:
         change, _, moved, last_change, last = _in_sizes(y, *parts)
         summed = eps_of(_tree.wide(y))
         rounding = 4 * eps_of(y) + 8 * summed
+        # A change that rounding explains counts as zero.
         error = _mean_square(jnp.where(change <= rounding, 0, change))
         left = _mean_square(last)
         # a component may pass zero at the end, and then has the rounding of the others
@@ -204,6 +206,7 @@ def left_after(error: Scalar, errors: jax.Array, k: jax.Array) -> Scalar:
 
     The first change is taken as the error, as if each one were half of the one before. Changes near rounding have no rate.
     """
+    # With rate r the changes that follow add up to ``error * (r + r^2 + ...) = error * r / (1 - r)``.
     rate = jnp.where(k == 0, 0.5, jnp.maximum(errors[k] / errors[k - 1], _FASTEST))
     left = jnp.where(rate < 1, error * rate / (1 - rate), jnp.inf)
     return jnp.where(error <= _NOISE * eps_of(error), error, left)
@@ -221,6 +224,7 @@ def growth(level: Level, squares: State) -> Scalar:
         rounding = _ROUNDING * eps_of(y) * jnp.abs(y).astype(last.dtype)
         if level.unit is not None:
             rounding /= level.unit.astype(last.dtype)
+        # ``last / (first + last)`` is 1/2 where the residual stayed the same, in any units.
         both = jnp.where(last <= level.intervals * jnp.square(rounding), 0, first + last)
         counts = (both > 0) & jnp.isfinite(first)
         return jnp.sum(jnp.where(counts, last / jnp.where(counts, both, 1) - 0.5, 0))
@@ -234,11 +238,14 @@ def hopeless(errors: jax.Array, k: jax.Array, goal: float | Scalar | None) -> ja
     Errors of sweeps fall like ``(L T)^s / s!``. The last two give ``L T``, and so the error after all sweeps.
     """
     last, most = errors[k - 1], len(errors)
+    # An error that had fallen tenfold and no longer halves has reached rounding or a limit.
     stalled = (k > _STALLED) & (last < errors[0] / 10) & (last > errors[k - 1 - _STALLED] / 2)
     given_up = (last > _GROWN * errors[0]) | stalled
     if goal is None:
         return given_up
+    # log(s!) for s = 1, ..., most: the error after s sweeps is taken as C (L T)^s / s!.
     factorial = jnp.asarray(np.cumsum(np.log(np.arange(1, most + 1))), errors.dtype)
+    # errors[k-1] / errors[k-2] = L T / k gives log(L T).
     slope = jnp.log(k.astype(errors.dtype) * last / errors[k - 2])
     predicted = (
         jnp.log(last) + (most - k).astype(errors.dtype) * slope - (factorial[-1] - factorial[k - 1])

@@ -53,6 +53,7 @@ def in_two_passes(
     transpose: Callable[..., tuple[PyTree, PyTree]], lam: PyTree, sources: PyTree, operands: PyTree
 ) -> TwoPasses:
     """Cut a transposed step, ``transpose(lam, sources, operands)``, from the shapes of its arguments."""
+    # Calls are inlined, so that their operations can go to either pass.
     given, inline = (lam, sources, operands), through_calls(bind, CALLS - {"custom_jvp_call"})
     arguments = jax.tree.map(lambda x: x.update(sharding=nowhere(x)), given)
     calls = jax.make_jaxpr(transpose)(*arguments)
@@ -61,6 +62,7 @@ def in_two_passes(
     )
     jaxpr, count = whole.jaxpr, len(jax.tree.leaves(lam))
     entering, gradients = jaxpr.invars[:count], jaxpr.outvars[count:]
+    # `follows` are the values that depend on the cotangent of the state; `waited_for` those of them that its result needs.
     follows = set(entering)
     for eqn in jaxpr.eqns:
         if not follows.isdisjoint(variables(eqn.invars)):
@@ -77,6 +79,7 @@ def in_two_passes(
     outs = [v for v, is_late in zip(gradients, late, strict=True) if is_late]
     second = _needed(rest, outs)
     read = dict.fromkeys(v for eqn in second for v in variables(eqn.invars))
+    # Values of the first pass that the second one reads.
     passed = [v for v in read if v in made]
     early = [v for v, is_late in zip(gradients, late, strict=True) if not is_late]
     results = [*jaxpr.outvars[:count], *early, *passed]

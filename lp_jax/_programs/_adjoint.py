@@ -41,15 +41,12 @@ class Forward(NamedTuple):
     """Arrays that the forward solve leaves for the adjoint, from its final sweep on the finest level."""
 
     c_points: CPoints  # states that leave every interval, ``(intervals, ...)``
-    entered: CPoints | None = (
-        None  # states that entered every interval; None where they follow from ``c_points``
-    )
-    states: Stacked | None = (
-        None  # states that entered every layer, ``(N, ...)``; None where they are to be recomputed
-    )
-    linearisations: PyTree = (
-        None  # arrays that `Linearised` keeps for every layer, ``(N, ...)``; None with ``states``
-    )
+    # states that entered every interval; None where they follow from ``c_points``
+    entered: CPoints | None = None
+    # states that entered every layer, ``(N, ...)``; None where they are to be recomputed
+    states: Stacked | None = None
+    # arrays that `Linearised` keeps for every layer, ``(N, ...)``; None with ``states``
+    linearisations: PyTree = None
 
 
 def solve_adjoint(
@@ -66,10 +63,12 @@ def solve_adjoint(
     ``stride`` is that of the forward solve; ``adjoint_guess`` in the gradient are cotangents of states that enter intervals.
     """
     forward = solver.discretize(chain)
+    # The adjoint solver may coarsen otherwise than the forward solver, so its levels are made anew from the same chain.
     fine, linearised = forward[0], None if saved.linearisations is None else chain.linearised
-    needs_states = any(
-        level.linearise_at for level in forward
-    )  # coarse steps linearised at all states
+    # Some coarse steps are linearised at all states of the finest level, and then those states must exist before the solve.
+    needs_states = any(level.linearise_at for level in forward)
+    # States can be recomputed inside each sweep if both solves cut the chain into the same intervals, and if the intervals are
+    # not evaluated all at once, as then all states would be alive together anyway.
     recompute = (
         saved.states is None
         and stride == fine.factor > 1
@@ -79,6 +78,8 @@ def solve_adjoint(
     if saved.states is not None:
         states = saved.states
     else:
+        # With "c_points" the forward solve left one state per interval. Where its final sweep moved the C-points, it also left
+        # the states from which that sweep started, because the layers were evaluated at those.
         level = chain.finest(stride, at_once=fine.at_once)
         states = level.incoming(saved.c_points) if saved.entered is None else saved.entered
         if not recompute:
@@ -93,7 +94,10 @@ def solve_adjoint(
         c_points = chain.workers.incoming(saved.c_points, chain.y0, stride, reverse=False)
         return jax.tree.map(lambda x: x[:: span // stride], c_points)
 
+    # An aux output adds a source to each adjoint step: lam[n] = (dPhi_n/du)^T lam[n+1] + (daux_n/du)^T a[n].
     advance, sources = emitting(chain, aux_cotangents)
+    # Without a kept linearisation the sources enter through the vjp of each step. With one they are pulled back once, before
+    # the iterations, and become the right-hand side.
     of_aux = None
     if linearised is None:
         finest = transpose(fine, states, y1_cotangent, advance, sources, recompute=recompute)
@@ -104,6 +108,7 @@ def solve_adjoint(
         if sources:
             rhs, of_aux = gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once)
             finest = finest.with_rhs(rhs)
+    # levels[0] is the finest one, as in the forward solve.
     levels = (finest, *transpose_coarse(forward, entering_coarse, y1_cotangent))
 
     if isinstance(guess, str):
@@ -114,10 +119,14 @@ def solve_adjoint(
         number = chain.workers.start(fine.interval_span) + jnp.arange(
             fine.intervals, dtype=jnp.int32
         )
+        # `number` counts intervals over all workers. Those that only pad pass the cotangent of y1 through unchanged.
         inert = number >= chain.workers.total(fine.interval_span)
         guess = jax.vmap(lambda pads, lam: _tree.where(pads, y1_cotangent, lam))(inert, guess)
+    # From here on `lam` holds the cotangents at the C-points, leaves (intervals, ...).
     lam, stats = iterate(solver, levels, guess)
     weights, combine = _tree.partition(fine.shared)
+    # The final sweep is the only one that forms gradients, one slice per layer. The cotangents that enter the layers are kept
+    # only for shared weights, because their gradient is a contraction over all layers.
     lam, (slices, cotangents) = solver.finish(
         levels, lam, emit_gradient(chain, advance, linearised, keep=bool(weights))
     )
@@ -128,6 +137,7 @@ def solve_adjoint(
     gradient = Arrays(
         slices,
         finest.last(lam),
+        # Each worker has summed over its own layers; all workers share the operands.
         combine(chain.workers.sum(shared) if weights else [], fill=None),
         adjoint_guess=lam,
     )
@@ -139,6 +149,7 @@ def transpose_coarse(
 ) -> list[Level]:
     """The adjoints of all coarse levels, each linearised at ``entering_coarse(span)``."""
     levels = []
+    # `transfers` collects the spatial restrictions down to the current level, through which its states must go, too.
     transfers: list[Callable[[State], State]] = []
     for finer, level in itertools.pairwise(forward):
         if finer.transfer is not None:
@@ -174,6 +185,7 @@ def transpose(
         operand, u, source = x
         if linearised is not None:
             return linearised.transpose(u, operand, shared, source)(lam)[0]
+        # The step may emit aux, so its vjp takes a pair: the cotangent of the next state and the source.
         return jax.vjp(lambda u: forward(u, operand, shared), u)[1]((lam, source))[0]
 
     def expand(x: tuple[PyTree, State, PyTree], shared: PyTree) -> tuple[PyTree, Points, PyTree]:
@@ -185,9 +197,11 @@ def transpose(
             u, states = carry
             return level.step(u, _tree.take(operands, i), shared), _tree.put(states, u, i)
 
+        # The last step of the interval is not evaluated, because nothing here needs the state after it.
         u, states = _tree.fori_loop(0, level.factor - 1, body, (u, states))
         return operands, _tree.put(states, u, level.factor - 1), source
 
+    # A level whose operands every worker holds is solved without messages. Its adjoint needs the states everywhere, too.
     everywhere = None
     if level.gathered is not None:
         everywhere = (level.gathered, *level.workers.gather((states, sources), level.span))
@@ -196,6 +210,7 @@ def transpose(
         y0=cotangent,
         reverse=True,
         transfer=None if level.transfer is None else _transpose_transfer(level),
+        # `origin` stays the step of the forward chain, however often a level is transposed.
         origin=level.origin or level.step,
         chain=None,
         xs=(level.xs, states if recompute else level.split(states), level.split(sources)),
@@ -213,6 +228,7 @@ def _transpose_transfer(level: Level) -> Transfer:
     fine = _tree.shape_of(lambda: level.y0)
     coarse = _tree.shape_of(restrict, fine)
     return (
+        # `linear_transpose` needs only the shapes of its argument, so no state is evaluated here.
         lambda lam: jax.linear_transpose(prolong, coarse)(lam)[0],
         lambda lam: jax.linear_transpose(restrict, fine)(lam)[0],
     )
@@ -227,6 +243,7 @@ def emitting(chain: Chain, cotangents: Sequence[Stacked | None]) -> tuple[Advanc
 
     def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, list[jax.Array]]:
         u_next, aux = layer(u, x, shared)
+        # Integer leaves have no cotangent, and `cotangents` has None for leaves that the loss does not see.
         leaves, _ = _tree.partition(jax.tree.map(jnp.asarray, aux) if cotangents else None)
         return u_next, [leaf for leaf, a in zip(leaves, cotangents, strict=True) if a is not None]
 
@@ -247,6 +264,7 @@ def emit_gradient(
         lam: State, x: tuple[Slices, State, PyTree], shared: PyTree
     ) -> tuple[State, PyTree]:
         operand, u, more = x
+        # Only the leaves that are differentiated enter the vjp; the others are constants of it.
         leaves, combine = _tree.partition(operand, chain.traced.differentiable)
         if linearised is not None:
             lam_next, gradient, _ = linearised.transpose(u, operand, shared, more)(lam)
@@ -262,6 +280,7 @@ def gradient_of_aux(
     chain: Chain, forward: Advance, states: Stacked, sources: list[Stacked], *, at_once: int
 ) -> tuple[Stacked, tuple[Slices, list[jax.Array]]]:
     """Pull ``sources``, the cotangents of aux, back: to the adjoint's right-hand side, and to own and shared operands."""
+    # This is one evaluation of each layer at known states, so a batch of layers is differentiated at once.
     shared, combine_shared = _tree.partition(chain.shared)
 
     def layers(
@@ -276,6 +295,7 @@ def gradient_of_aux(
             weights = combine_shared(shared)
             return jax.vmap(lambda u, x: forward(u, x, weights)[1])(states, combine(leaves))
 
+        # The vjp replaces `states` and `leaves` by their cotangents.
         states, leaves, shared_gradient = jax.vjp(outputs, states, leaves, shared)[1](sources)
         return _tree.add(total, shared_gradient), (states, combine(leaves, fill=None))
 
@@ -305,14 +325,17 @@ def shared_gradient(
     def contract(operands: Slices, states: Stacked, more: PyTree, lams: Stacked) -> list[jax.Array]:
         if linearised is not None and linearised.weights:
             try:
+                # The kept linearisation holds all that the contraction needs, so that no layer is evaluated.
                 return linearised.contract(states, operands, fine.shared, more, lams)
-            except NotImplementedError:  # a custom gradient in the step cannot be transposed
+            # A custom gradient in the step cannot be transposed. The weights' gradient then comes from a vjp of the layers.
+            except NotImplementedError:
                 pass
         step, sources = (forward, more) if linearised is None else (fine.advance, None)
 
         def outputs(leaves: list[jax.Array]) -> tuple[Stacked, PyTree]:
             return jax.vmap(lambda u, x: step(u, x, combine(leaves)))(states, operands)
 
+        # One vjp over the batch contracts layers and examples together, where a scan would add one outer product per layer.
         return jax.vjp(outputs, leaves)[1]((lams, sources))[0]
 
     def sum_over(operands: PyTree) -> list[jax.Array]:
@@ -323,10 +346,13 @@ def shared_gradient(
 
     most, xs, expand = fine.chain.at_once(adjoint.at_once, _LEAST), adjoint.xs, adjoint.expand
     if adjoint.factor == 1:
+        # Intervals of one layer have no axis for the layers within them.
         return sum_over((*xs, cotangents))
     if expand is None:
+        # All states are there, so intervals and their layers become one axis, ``(N, ...)``.
         return sum_over(_tree.merge((*xs, cotangents)))
 
+    # The states of one interval at a time are recomputed, so that only those are alive.
     def interval(total: list[jax.Array], one: tuple[PyTree, State]) -> tuple[list[jax.Array], None]:
         return _tree.add(total, sum_over((*expand(one[0], fine.shared), one[1]))), None
 

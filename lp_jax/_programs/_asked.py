@@ -60,12 +60,11 @@ class SolveContext(NamedTuple):
     solvers: tuple[Solver, Solver | None] | None = None  # forward and adjoint, of all solves
     report: Report | None = None
     counter: ResultCounter | None = None  # counts the solves that are differentiated
-    processor: Processor | None = (
-        None  # numbers of the devices, else those that are known of their kind
-    )
+    processor: Processor | None = None
     piping: Piping | None = None  # serial solves become parts of a pipeline
 
 
+# JAX makes a user context a part of the keys of its caches, so that a jitted function is traced anew in another context.
 asked = jax.make_user_context(SolveContext())
 
 

@@ -38,13 +38,16 @@ class Network:
     def __post_init__(self, steps: int | None) -> None:
         if not callable(self.step):
             raise TypeError(f"step must be a function step(y, layer) -> y_next; got {self.step!r}.")
+        # The class is frozen, so its fields are converted to arrays by the base method.
         object.__setattr__(self, "y0", state(self.y0))
         object.__setattr__(self, "comm", comm(self.comm))
         for name in ("params", "shared", "data"):
             object.__setattr__(self, name, arrays(getattr(self, name), name))
         if steps is not None and not jax.tree.leaves((self.params, self.data)):
+            # A network without own parameters needs some stacked array; the numbers of its layers serve as `data`.
             numbers = jnp.arange(_check.integer("steps", steps, least=1), dtype=jnp.int32)
             object.__setattr__(self, "data", numbers)
+        # A rank of an MPI job may hold no layers; one device may not.
         found = number_of_layers(self.params, self.data, one_worker=self.comm == OneDevice())
         if steps not in (None, found):
             raise ValueError(
@@ -179,13 +182,16 @@ def times(t0: Any, t1: Any, steps: int, dtype: DTypeLike) -> tuple[jax.Array, ja
     numpy: Any = jnp if traced else np
     kind = dtype if traced else np.float64
     first, last = numpy.asarray(t0, kind), numpy.asarray(t1, kind)
+    # Layers are equally long, or cut the given grid of times.
     length = (last - first) / steps if even else numpy.diff(last)
     if not traced and not np.all((length > 0) & np.isfinite(length)):
+        # `n` is the first layer whose length is not positive.
         n = int(np.argmin(length > 0))
         raise ValueError(
             f"t1 must be finite and later than t0; got t0={first}, t1={last}."
             if even
-            else f"t1 must be strictly increasing; got t1[{n}]={last[n]}, t1[{n + 1}]={last[n + 1]}."
+            else f"t1 must be strictly increasing; got t1[{n}]={last[n]}, "
+            f"t1[{n + 1}]={last[n + 1]}."
         )
     fractions = numpy.asarray(np.arange(steps) / steps, kind)
     t = first + (last - first) * fractions if even else last[:-1]
@@ -216,6 +222,7 @@ def step_output(out: PyTree, u: State, has_aux: bool) -> None:
             f"step must return (y_next, aux) with has_aux=True; got {describe(out)}. Return a "
             f"pair, or leave has_aux out."
         )
+    # A pair whose first entry looks like the state is likely a step with aux whose has_aux was forgotten.
     out, forgotten = (out[0], False) if has_aux else (out, pair and _same_structure(out[0], u))
     if not _same_structure(u, out):
         hint = " It looks like (y_next, aux): pass has_aux=True." * forgotten
@@ -235,6 +242,7 @@ def step_output(out: PyTree, u: State, has_aux: bool) -> None:
 
 def trajectory(name: str, value: CPoints, y0: State, intervals: int) -> CPoints:
     """Return C-points with leaves ``(intervals, ...)``; refuse all else."""
+    # Structures, shapes and dtypes are compared in one go, as trees of shape structs.
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct((intervals, *x.shape), x.dtype), y0)
     got = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
     if not _same_structure(wanted, got) or jax.tree.leaves(wanted) != jax.tree.leaves(got):

@@ -42,7 +42,10 @@ _TWICE = (
 )
 
 
-_kept: dict[Any, Any] = {}  # programs, the last one used at the end
+# `jax.jit` caches by the identity of a function. Equal programs therefore have to share one object, which this dictionary
+# finds by equality.
+# Programs; the one used last is at the end.
+_kept: dict[Any, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +80,13 @@ class Program:
         if self.scan:
             return self.kept.propagate(arrays)
 
+        # JAX must not differentiate through the iterations: the gradient is that of the limit, which the adjoint system gives.
         @jax.custom_vjp
         def solve(arrays: Arrays) -> Output:
             return self.kept.forward(arrays, keep=False)[0]
 
         def fwd(primals: PyTree) -> tuple[Output, PyTree]:
+            # With symbolic zeros JAX passes each primal with a flag whether it is perturbed. Only the values matter here.
             arrays = custom_vjp_primal_tree_values(primals)
             out, saved = self.kept.forward(arrays, keep=True)
             return out, (arrays, saved, (out[0], out[1], out[2][0].result))
@@ -91,16 +96,21 @@ class Program:
         ) -> tuple[Arrays]:
             arrays, saved, (y1, aux, result) = residuals
             y1_cotangent = jax.tree.map(_or_zeros, cotangents[0], y1)
+            # A symbolic zero in the cotangent of aux means that the loss does not use that leaf, so its source is left out.
             seen = seen_of(aux, cotangents[1])
             try:
                 gradient, stats = self.kept.backward(arrays, saved, y1_cotangent, seen)
+            # JAX raises NameError for an axis name that it does not know.
             except NameError as error:
                 raise NameError(f"{error} {_NO_AXIS}") from error
+            # A while loop has no reverse mode. This marks the gradient, so that a second reverse pass is refused with advice.
             if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
                 gradient = without_gradient(gradient, _TWICE)
+            # The results of both solves leave the backward pass as the cotangent of `watch`, because it has no other output.
             watch = None if arrays.watch is None else counts_of(result, stats.result)
             return (gradient._replace(watch=watch),)
 
+        # Symbolic zeros tell which outputs the loss uses; without them all cotangents would be arrays of zeros.
         solve.defvjp(fwd, bwd, symbolic_zeros=True)
         return solve(arrays)
 
@@ -109,10 +119,12 @@ class Program:
     def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
         """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
         if not self.scan:
+            # The caller wants the final cotangents, which a relay does not return.
             own = dataclasses.replace(self, relay="", ends=True).kept
             out, saved = own.forward(arrays, keep=True)
             return out, functools.partial(own.backward, arrays, saved)
 
+        # For a scan the pullback is JAX's own. Only the inexact leaves of aux have cotangents; the rest is passed along as aux.
         def run(
             slices: Slices, y0: State, shared: PyTree
         ) -> tuple[tuple[State, list[jax.Array]], Output]:
@@ -130,6 +142,7 @@ class Program:
     def chain(self, slices: Slices, y0: State, shared: PyTree, *others: PyTree) -> Chain:
         """The chain of these layers: all layers, or those of one worker; ``others`` are the other arrays of a solve."""
         where, operands = self.workers, {"slices": slices, "y0": y0, "shared": shared}
+        # On MPI ranks every message is made to depend on all arrays of the solve; other workers ignore them.
         where = where.solving((slices, y0, shared, others))
         return Chain(traced=self.traced, workers=where, padded=where.padded, **operands)
 
@@ -147,10 +160,12 @@ class Program:
         def forget(_: object, programs: dict[Any, Any] = _kept) -> None:
             programs.pop(itself(), None)
 
+        # The dictionary holds the steps weakly. `forget` is called when a step is collected, and removes its programs.
         steps = tuple((which, weakly(step, forget)) for which, step in self.traced.steps)
         own = dataclasses.replace(self, traced=dataclasses.replace(self.traced, steps=steps))
         itself = weakref.ref(own)
         try:
+            # Popping and setting again moves the program to the end.
             found = _kept.pop(own, own)
         except TypeError:  # the step is not hashable
             return self
@@ -172,16 +187,19 @@ class Program:
         return self._jit(_relay.backward if self.relay else _backward)
 
     def _jit(self, run: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        own = dataclasses.replace(self)  # in no cycle with what it has compiled
+        # The jitted function holds a copy, because a reference from the program to itself would be a cycle.
+        own = dataclasses.replace(self)
         return jax.jit(functools.partial(run, own), inline=self.workers.rows[0] == 0, **options)
 
 
 def _scan(program: Program, arrays: Arrays) -> Output:
     """Serial propagation."""
     solver, workers, stride = arrays.solver, program.workers, program.stride
+    # `states` are those after the layers, ``(N, ...)``.
     y1, (states, aux) = propagate(
         program.chain(*arrays[:3]), None if solver.keeps_states else stride
     )
+    # C-points are the states after every `stride` layers; the last one is that after the last layer.
     c_points = jax.tree.map(
         lambda x, y: jnp.concatenate([x[stride - 1 :: stride], y[None]]), states, y1
     )
@@ -200,12 +218,15 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
     def body(
         spread: tuple[Slices, CPoints | None], common: tuple[State, PyTree, Solver]
     ) -> tuple[tuple[Forward, PyTree], tuple[State, Stats]]:
+        # `spread` are the arrays that each worker has a part of; `common` are the same on all workers.
         (slices, guess), (y0, shared, solver) = spread, common
         chain = program.chain(slices, y0, shared, guess, solver)
         levels = solver.discretize(chain)
         if program.zeros:
+            # A zero guess is made here, as only the levels say how many C-points this worker has.
             guess = _tree.zeros_like(_tree.repeat(y0, levels[0].intervals))
         iterated, stats = iterate(solver, levels, guess)
+        # The final sweep evaluates each layer once more. It is the place to linearise, and to take aux.
         keep_states = keep and solver.keeps_states
         layer, linearised = chain.step(0, aux=True), chain.linearised
 
@@ -216,11 +237,13 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
             u_next, aux = layer(u, x, shared)
             return u_next, (None, None, aux)
 
+        # Without anything to emit a solver may leave out the final sweep.
         emits = keep_states or program.traced.steps[0][1].has_aux
         u, emitted = solver.finish(levels, iterated, advance if emits else None)
         states, linearisations, aux = (
             (None, None, None) if emitted is None else levels[0].merge(emitted)
         )
+        # If the final sweep moved the C-points, the layers were evaluated at the states before it, so the adjoint needs those.
         swept = keep and not keep_states and iterated is not None and iterated is not u
         entered = levels[0].incoming(iterated) if swept else None
         y1 = levels[0].last(u)
@@ -247,7 +270,9 @@ def _backward(
     def body(
         spread: tuple[Slices, CPoints | None, Forward, AuxCotangents], common: PyTree
     ) -> tuple[PyTree, PyTree]:
+        # `saved` is already in the slots of the workers, as the forward solve left it.
         (slices, guess, saved, seen), (y0, shared, solver, cotangent) = spread, common
+        # `solve_adjoint` makes the zeros itself, as only its levels say how many C-points there are.
         start = "zeros" if guess is None and program.zeros else guess
         chain = program.chain(slices, y0, shared, guess, saved, seen, solver, cotangent)
         gradient, stats = solve_adjoint(
@@ -283,6 +308,10 @@ def seen_of(aux: PyTree, cotangents: PyTree) -> AuxCotangents:
     if cotangents is None:
         return ()
     leaves, structure = jax.tree.flatten(aux)
-    pairs = zip(leaves, structure.flatten_up_to(cotangents), strict=True)  # type: ignore[attr-defined]
+    pairs = zip(
+        leaves,
+        structure.flatten_up_to(cotangents),  # type: ignore[attr-defined]
+        strict=True,
+    )
     seen = tuple(None if isinstance(a, SymbolicZero) else a for x, a in pairs if _tree.inexact(x))
     return seen if any(a is not None for a in seen) else ()

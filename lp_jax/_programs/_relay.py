@@ -62,6 +62,7 @@ class Relay:
         """``chain`` has slices ``(n, ...)``, or ``(n, count, ...)`` where microbatches differ, as in ``seen``."""
         mapped = mapped._replace(slices=(*mapped.slices, *(True for _ in jax.tree.leaves(seen))))
         stacked, whole = (chain.slices, seen), steps == WHOLE or not chain.steps
+        # A whole step has one entry on the axis of the steps, and all its layers within it.
         if whole:  # one step of all layers
             stacked = jax.tree.map(lambda x: x[None], _swapped(stacked, mapped.slices))
         return cls(chain, stacked, mapped, whole)
@@ -78,6 +79,7 @@ class Relay:
 
     def forward(self, *, keep: bool) -> tuple[Stacked, Kept | None, PyTree]:
         """Return the last states of this worker, what its steps keep, and (aux, states), leaves ``(n, count, ...)``."""
+        # A linearisation evaluates the step and keeps the arrays that its transpose needs.
         linearised = self._linearised() if keep else None
 
         def turn(u: State, number: jax.Array | int) -> tuple[State, PyTree, None]:
@@ -103,6 +105,7 @@ class Relay:
     def backward(self, kept: Kept, lams: Stacked) -> tuple[Slices, State, PyTree]:
         """Return the gradients of slices, first states and shared operands, from cotangents of the last states."""
         chain, structure, count = self.chain, jax.tree.structure(lams), _tree.leading(lams)
+        # `count` is the number of microbatches.
         mine = chain.traced.differentiable
         own, combine = _tree.partition(self.stacked[0], mine)
         common, combine_shared = _tree.partition(chain.shared)
@@ -111,6 +114,8 @@ class Relay:
             *_picked(self.mapped.slices[: len(mine)], mine),
             *_picked(self.mapped.shared, map(_tree.inexact, jax.tree.leaves(chain.shared))),
         ]
+        # Gradients are early if the first pass, which carries cotangents of the state from worker to worker, makes them anyway.
+        # Late ones wait until all workers have their cotangents, so that no worker delays the next one by forming them.
         two, n = self._two_passes(kept, lams), len(own)
         late, early = two.late, [not late for late in two.late]
         n_early, n_late = sum(early[:n]), sum(late[:n])
@@ -120,11 +125,14 @@ class Relay:
 
             def back(carry: tuple[State, PyTree], x: PyTree) -> tuple[PyTree, PyTree]:
                 (lam, total), ((x, seen), kept) = carry, x
+                # `passed` are the arrays of the first pass that the second one needs.
                 lam, gradients, passed = two.back((lam, seen), (x, shared, kept))
                 lam = jax.tree.unflatten(structure, lam)
+                # Gradients of shared operands add up over the steps; those of a step's own operands are stacked by the scan.
                 total = _tree.add(total, gradients[n_early:])
                 return (lam, total), (gradients[:n_early], passed)
 
+            # The sum over the steps starts from zeros of the early shared gradients.
             none = _picked(_tree.zeros_like(_tree.partition(shared)[0]), early[n:])
             (lam, total), (of_steps, passed) = self._along(
                 back, (lam, none), (stacked, _tree.take(kept, number)), reverse=True
@@ -145,9 +153,11 @@ class Relay:
             _, _, gradients = one_after_another(one, jnp.zeros(count, jnp.int32))
             return _tree.add(total, gradients[n_late:]), gradients[:n_late]
 
+        # Cotangents of the state go through the row in reverse; after that no worker waits for another one.
         y0, passed, at_once = chain.workers.pipeline(turn, lams, reverse=True)
         none = _picked(_tree.zeros_like(common), late[n:])
         total, of_steps = self._along(of_step, none, jnp.arange(_tree.leading(self.stacked)))
+        # Put the early and the late gradients back into the order of the operands.
         parts = iter(at_once), iter([*of_steps, *total])
         gradients = [next(parts[is_late]) for is_late in late]
         slices = combine(gradients[:n], fill=None)
@@ -158,6 +168,7 @@ class Relay:
     def _step(self, u: State, x: Slices, shared: PyTree) -> tuple[State, tuple[PyTree, Stacked]]:
         """A step: the next state; aux, and the states after its layers."""
         if self.whole:
+            # `home` is the mesh under which the step was traced.
             home = self.chain.traced.steps[0][1].home or jax.sharding.get_abstract_mesh()
             # what JAX keeps for the gradient has the types of the step
             with jax.sharding.use_abstract_mesh(home):
@@ -177,6 +188,7 @@ class Relay:
         step = jax.checkpoint(self._step) if self.mapped.checkpoint else self._step
         u, (x, _), shared = self._first()
         aux, states = _tree.shape_of(self._step, u, x, shared)[1]
+        # The loss sees aux, but not the states within a worker, so those have no cotangents.
         emits = *map(_tree.inexact, jax.tree.leaves(aux)), *(False for _ in jax.tree.leaves(states))
         return Linearised(step, self.chain.traced.differentiable, weights=True, emits=emits)
 
@@ -193,6 +205,7 @@ class Relay:
             return lam, [*own, *weights]
 
         _, (x, seen), shared = self._first()
+        # Without the axes (count, steps), these are the arrays of one step.
         here = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), kept)
         return in_two_passes(transpose, _tree.entry_like(lams), seen, (x, shared, here))
 
@@ -219,11 +232,13 @@ def forward(program: Any, arrays: Arrays, *, keep: bool) -> tuple[PyTree, Kept |
     def body(slices: Slices, common: tuple[State, PyTree]) -> tuple[PyTree, State]:
         chain = program.chain(slices, *common)
         lasts, kept, out = Relay.of(chain, mapped, program.relay).forward(keep=keep)
+        # Only the last worker of the row has the last states.
         return (kept, out), chain.workers.broadcast(lasts, workers.active - 1)
 
     (kept, out), y1 = workers.map(body)(program.slots(slices), (y0, shared))
     stats = no_stats(y1, program.done)
     report_stats("forward", arrays.solver, workers.layers, stats)
+    # Each microbatch is a solve of its own, with its own stats.
     stats = _tree.repeat(stats, _tree.leading(y1))
     aux, states = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), workers.trim(out))
     whole = y1, aux, (stats, states)
@@ -243,10 +258,12 @@ def backward(
     ) -> tuple[Slices, PyTree]:
         (slices, kept, seen), (y0, shared, cotangent) = spread, common
         chain = program.chain(slices, y0, shared, kept, seen, cotangent)
+        # Slots beyond the last layer hold copies of the last one's cotangents, which must not count twice.
         if chain.padded:
             seen = _tree.where_rows(slices.index < workers.layers, seen)
         relay = Relay.of(chain, mapped, program.relay, seen)
         slices, y0, shared = relay.backward(kept, cotangent)
+        # The first worker of the row has the cotangents of the first states; `backward` has summed the shared ones already.
         return slices, (chain.workers.broadcast(y0, 0), shared)
 
     seen = workers.pad(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), seen))
@@ -306,6 +323,7 @@ def _placed(
     def one(x: jax.Array, each: bool) -> jax.Array:
         if not each:
             return x
+        # Zeros for the other microbatches let the caller add the results of all of them.
         none = jnp.zeros((*x.shape[:axis], count, *x.shape[axis:]), x.dtype)
         return lax.dynamic_update_index_in_dim(none, x, number, axis)
 

@@ -31,6 +31,7 @@ class Results(NamedTuple):
 
 def counts_of(forward: jax.Array, adjoint: jax.Array) -> jax.Array:
     """Count solves by their result codes: ``(2, len(RESULTS))``."""
+    # Under vmap of a solve the codes are arrays; counts add up over them, and over all solves that share the array.
     codes = jnp.stack([forward.reshape(-1), adjoint.reshape(-1)])
     return jnp.sum(jax.nn.one_hot(codes, len(RESULTS), dtype=jnp.float32), axis=1)
 
@@ -43,6 +44,7 @@ def count_ends(counts: jax.Array, result: jax.Array, y1: PyTree) -> PyTree:
 
 count_ends.defvjp(
     lambda counts, result, y1: (y1, result),
+    # JAX differentiates the scan itself, so its adjoint ends as its forward pass did.
     lambda result, cotangent: (counts_of(result, result), None, cotangent),
 )
 
@@ -60,6 +62,8 @@ def count_results(loss: Callable[..., PyTree]) -> Callable[..., PyTree]:
             finally:
                 del counter.array  # caches may hold the counter longer than this trace
 
+        # Without a key, compiled functions are shared between counters. That fails if a program that is being traced would close
+        # over the array; then the loss is traced once more with a key of its own.
         with contextlib.suppress(Captured):
             return run(object() if is_tracing() else None)
         return run(object())
@@ -93,12 +97,14 @@ def value_and_grad(
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     shifted = (0, *(number + 1 if number >= 0 else number for number in numbers))
+    # The counts are the first argument of `inner`, so the numbers of the user's arguments are shifted by one.
     inner = jax.value_and_grad(count_results(loss), shifted, has_aux)
 
     def call(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree, Results]:
         value, (counts, *gradients) = inner(
             jnp.zeros((2, len(RESULTS)), jnp.float32), *args, **kwargs
         )
+        # A code is there if its count is positive. `ranked` orders codes by severity, and is its own inverse.
         worst = ranked(jnp.max(jnp.where(counts > 0, ranked(jnp.arange(len(RESULTS))), 0), axis=1))
         results = Results(forward=worst[0], adjoint=worst[1])
         return value, gradients[0] if isinstance(argnums, int) else tuple(gradients), results

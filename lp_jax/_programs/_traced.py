@@ -43,41 +43,50 @@ def prepare(
     if asked.value.solvers is not None:
         (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
     _inputs.solvers(solver, adjoint_solver, optional=True)
+    # `named` stays the solver that the caller asked for; `solver` becomes the one that is run.
     solver = named = solver or Fastest()
     piping = asked.value.piping
+    # A pipeline takes microbatches through the layers one after another, so the default is serial propagation there.
     if named.chooses and piping is not None:
         solver = adjoint_solver = Serial()
     adjoint_solver = adjoint_solver or solver.for_adjoint()
     tracing = Tracing(problem, (solver, adjoint_solver))
     if solver.chooses:
+        # The default is chosen by the cost of the layer, which `Tracing` has traced.
         (solver, adjoint_default), _ = tracing.default(named.rtol)
         adjoint_solver = adjoint_default if adjoint_solver.chooses else adjoint_solver
     program, arrays = tracing.program((solver, adjoint_solver))
     workers, start = program.workers, None
     layers, rows = workers.layers, workers.rows[0]
+    # These are resolved for this number of layers.
     solver, adjoint_solver = arrays.solver, arrays.adjoint_solver
     for each in (solver, adjoint_solver):
         _inputs.at_once(each, layers)
     if isinstance(guess, str):
         _check.one_of("guess", guess, ("constant", "zeros"), otherwise="or a trajectory")
     else:
+        # On MPI ranks a guess has the C-points of this rank's layers only.
         start = _inputs.trajectory("guess", guess, arrays.y0, -(-rows // program.stride))
         solver = solver.resolve(layers, warm=True)
     if adjoint_guess is not None:
         intervals = -(-rows // program.adjoint_stride)
         adjoint_guess = _inputs.trajectory("adjoint_guess", adjoint_guess, arrays.y0, intervals)
         adjoint_solver = adjoint_solver.resolve(layers, warm=True)
+    # Two exact solvers on one device are one scan that JAX differentiates, unless the weights' gradient is cheaper as one
+    # contraction over all steps, or the caller gave a guess for the adjoint.
     exact = workers.size == 1 and solver.exact and adjoint_solver.exact
     kept = program.traced.recurrent and solver.keeps_states  # see `Serial`
     contracts = kept and workers.processor.contracts(program.traced.footprint)
     scan = exact and adjoint_guess is None and not contracts and piping is None
     relay = ""
+    # Layers one after another over several workers need no C-points and no adjoint levels: a relay is enough.
     if solver.in_turn and adjoint_solver.in_turn and adjoint_guess is None:
         if piping is not None:
             relay = WHOLE if piping.checkpoint else LAYERS
         elif workers.size > 1 and solver.keeps_states:
             relay = LAYERS if workers.processor.two_passes(program.traced.footprint) else WHOLE
     counter = asked.value.counter
+    # Within a user's shard_map the counts must vary over the same axes as the arrays of the solve, because their cotangent does.
     watch = counter and _tree.varying(counter.counts, (arrays.slices, arrays.y0, arrays.shared))
     arrays = arrays._replace(
         solver=solver,
@@ -91,6 +100,7 @@ def prepare(
         zeros=start is None and guess == "zeros",
         scan=scan,
         relay=relay,
+        # `SERIAL` tells users that the default found nothing faster than serial propagation.
         done=SERIAL if named.chooses and solver.exact else DONE,
         ends=adjoint_guess is not None,
     )
@@ -119,6 +129,7 @@ class Tracing:
         # within a user's shard_map, its transpose is one sum of the whole gradient over devices
         params, data, y0, shared = _tree.varying(arrays, arrays)
         times = {"t0": t0, "t1": t1}
+        # Times that are tracers have no numbers to compare between workers.
         known = {
             name: str(np.asarray(t).tolist())
             for name, t in times.items()
@@ -128,6 +139,7 @@ class Tracing:
         workers = comm.place(problem.layers, solvers, operands, inside)
         y0, shared = comm.compared((y0, shared))
         traced_times = len(known) < len(times)
+        # Every rank computes with the times of its own layers, so the gradient for t0 and t1 is a sum over ranks.
         if traced_times:
             t0, t1 = comm.replicate((t0, t1))
         steps, rows = workers.layers, workers.rows[0]
@@ -135,20 +147,24 @@ class Tracing:
             *_inputs.times(t0, t1, steps, _tree.real_dtype(y0)),
             jnp.arange(steps, dtype=jnp.int32),
         ]
+        # A rank holds `rows` of the layers only; its times and indices are a slice of those of the whole network.
         if rows < steps:
             numbers = [lax.dynamic_slice_in_dim(x, workers.start(1), rows) for x in numbers]
         self.slices = Slices(params, data, *numbers)
         mask = jax.tree.map(_tree.inexact, self.slices)
+        # Times that are not traced get no gradient; this spares their cotangents in every layer.
         self.differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
         self.problem, self.y0, self.shared = problem, y0, shared
         self.u, self.x = _tree.shape_of(lambda y: y, y0), _tree.entry_like(self.slices)
         self.closed_over: list[jax.Array] = []
         self.programs: list[core.Jaxpr] = []
         self._table: dict[StepKey, dict[Signature, tuple[LayerStep, Hoisted | None]]] = {}
+        # The layer on the finest level. Its program gives the cost on which the choice of a default rests.
         self._add(0, self.u, self.x)
 
         processor = asked.value.processor or at_hand(comm.platform, comm.kind)
         self.workers = dataclasses.replace(workers, processor=processor)
+        # A network is recurrent if no layer has weights of its own and some are shared, as an argument or as captured tracers.
         weights = any(map(_tree.inexact, jax.tree.leaves((shared, self.closed_over))))
         self.recurrent = weights and not any(jax.tree.leaves(mask.params))
         # a scan adds up the gradient of shared weights
@@ -160,6 +176,7 @@ class Tracing:
         program, arrays = self.program(SWEEPS)
         workers, y, x = self.workers, self.y0, self.x
         examples, in_place, numbers = 0, 0, sum(leaf.size for leaf in jax.tree.leaves(y))
+        # Couplings within the state matter only to the choice for a recurrent network on one accelerator.
         layer = program.chain(*arrays[:3]).step(0), y, x, arrays.shared
         recurrent = workers.processor.wide and workers.size == 1 and shares_weights(*layer)
         if recurrent:
@@ -188,11 +205,13 @@ class Tracing:
             u = self.u
             for level, transfer in enumerate((None, *need.transfers)):
                 u = u if transfer is None else _tree.shape_of(transfer[0], u)
+                # Spatial restriction changes the shape of the state, for which the step needs another trace.
                 self._add(level, u, self.x)
         for need in needs:
             for other in need.steps:
                 self._add(other, self.u, self.x)
 
+        # Gradients of weights as sums of a few outer products need a special evaluation of the step's program.
         few = any(has_few(program, self.terms) for program in self.programs)
         traced = Traced(
             steps=tuple(self._steps(self.terms if few else 0)),
@@ -206,6 +225,7 @@ class Tracing:
             exchanged=exchanged_over(self.programs),
         )
         forward, adjoint = solvers[0], solvers[-1]
+        # Tracers that the step closes over become shared operands, because a custom_vjp cannot close over them.
         seen_by_all = self.shared, tuple(self.closed_over)
         arrays = Arrays(self.slices, self.y0, seen_by_all, solver=forward, adjoint_solver=adjoint)
         return Program(traced, workers, forward.stride(steps), adjoint.stride(steps)), arrays
@@ -232,8 +252,10 @@ class Tracing:
             return step(u, x, shared)
 
         try:
+            # `consts` of the program are the arrays that the step closes over.
             closed, out = jax.make_jaxpr(call, return_shape=True)(u, x, shared)
         except Exception as error:
+            # An exchange of params and y0 is the most common mistake, so a failing step is tried the other way round.
             if _takes_exchanged(step, u, x, shared):
                 raise TypeError(
                     "params and y0 seem to be exchanged: the step works the other way round. The "
@@ -250,16 +272,19 @@ class Tracing:
         home = jax.sharding.get_abstract_mesh()
         types = *closed.in_avals, *map(jax.typeof, closed.consts)
         meshes = home, *(array.sharding.mesh for array in types)
+        # Explicit axes of a mesh are automatic within a solve over several workers, so the program of the step has to be, too.
         explicit = problem.comm != OneDevice() and any(mesh.explicit_axes for mesh in meshes)
         if explicit:
             closed, home = automatic(closed), NO_MESH
         self.programs.append(closed.jaxpr)
         _inputs.step_output(out, u, problem.has_aux)
         step = dataclasses.replace(step, structure=jax.tree.structure(out), home=home)
+        # Without tracers the step can be called as it is, and JAX's caches serve later solves with it.
         if not explicit and not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
             return dataclasses.replace(step, retraced=needs_its_trace(closed, u, x, shared)), None
         positions = []
         for constant in closed.consts:
+            # The same array, captured by several steps, is one operand.
             known = [i for i, c in enumerate(self.closed_over) if c is constant]
             positions.append(known[0] if known else len(self.closed_over))
             if not known:
@@ -270,6 +295,7 @@ class Tracing:
 def _takes_exchanged(step: LayerStep, u: State, x: Slices, shared: PyTree) -> bool:
     """Whether a step that failed accepts a slice of the state as parameters, and the parameters as state."""
     try:
+        # If the two are exchanged, `u` is the stack of parameters, and an entry of it belongs to one layer.
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), u)
         return _inputs.alike(
             x.params, jax.eval_shape(step, x.params, x._replace(params=params), shared)

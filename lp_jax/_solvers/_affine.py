@@ -27,6 +27,7 @@ class Maps(NamedTuple):
 def solve(workers: Workers, maps: Maps, kind: Jacobians, *, reverse: bool) -> jax.Array:
     """States ``(n, ...)`` after each of this worker's maps, in the chain over all workers."""
     n = len(maps.vector)
+    # A rank without layers has no maps.
     if not n:
         return maps.vector
     start = _tree.zeros_like(maps.vector[0])
@@ -35,8 +36,10 @@ def solve(workers: Workers, maps: Maps, kind: Jacobians, *, reverse: bool) -> ja
     def compose(first: Maps, second: Maps) -> Maps:
         return Maps(kind.compose(first.matrix, second.matrix), _at(kind, second, first.vector))
 
+    # Where products of matrices cost too much, the maps are applied one after another, a product with a vector each.
     if not workers.processor.multiplies(kind.flops(maps.matrix.shape[1:])):
         if several:
+            # Over several workers, each first composes its maps into one, from which follow the states that enter the workers.
             first, rest = (-1, slice(None, -1)) if reverse else (0, slice(1, None))
             first, rest = (
                 jax.tree.map(lambda x, which=which: x[which], maps) for which in (first, rest)
@@ -46,15 +49,18 @@ def solve(workers: Workers, maps: Maps, kind: Jacobians, *, reverse: bool) -> ja
             )[0]
             start = workers.exclusive_scan(total, reverse=reverse, compose=compose).vector
         return _tree.scan(lambda d, one: (_at(kind, one, d),) * 2, start, maps, reverse=reverse)[1]
+    # Up: groups become one map each, until a single group is left.
     levels = [_group(maps, kind)]
     while len(levels[-1].vector) > 1:
         levels.append(_group(_totals(levels[-1], compose, reverse), kind))
     if several:
         total = jax.tree.map(lambda x: x[0], _totals(levels[-1], compose, reverse))
         start = workers.exclusive_scan(total, reverse=reverse, compose=compose).vector
+    # Down: the states that enter the groups of a level give those that enter its maps, which are the groups of the finer level.
     states = start[None]
     for finer, groups in reversed(list(itertools.pairwise(levels))):
         states = _down(groups, states, kind, reverse)[: len(finer.vector)]
+    # The cut drops states after the appended identities.
     return _down(levels[0], states, kind, reverse, leaving=True)[:n]
 
 
@@ -68,6 +74,7 @@ def _group(maps: Maps, kind: Jacobians) -> Maps:
             kind.identity(maps.matrix.shape[1:], maps.matrix.dtype),
             _tree.zeros_like(maps.vector[0]),
         )
+        # Within a user's shard_map, only arrays that vary over the same axes can be concatenated.
         nothing = _tree.varying(nothing, maps)
         maps = jax.tree.map(
             lambda x, y: jnp.concatenate([x, _tree.repeat(y, -n % size)]), maps, nothing
@@ -86,6 +93,7 @@ def _in_order(groups: Maps, reverse: bool) -> list[Maps]:
 
 def _totals(groups: Maps, compose: Compose, reverse: bool) -> Maps:
     """Each group as one map."""
+    # The groups are composed side by side, as a batch.
     return functools.reduce(jax.vmap(compose), _in_order(groups, reverse))
 
 
@@ -95,6 +103,7 @@ def _down(
     """From states that enter the groups, ``(groups, ...)``, the states that enter (or leave) each map, ``(n, ...)``."""
     at = jax.vmap(functools.partial(_at, kind))
     order = _in_order(groups, reverse)
+    # Within a group the maps are applied one after another; all groups side by side.
     reached = list(
         itertools.accumulate(
             order if leaving else order[:-1], lambda d, one: at(one, d), initial=states

@@ -21,9 +21,8 @@ class Coarse(NamedTuple):
 
     step: SliceStep  # ``step(u, x, shared) -> u_next``, through one interval
     xs: PyTree  # its operands, leaves ``(intervals, ...)``
-    linearise_at: Callable[[PyTree, Points], PyTree] | None = (
-        None  # puts the states of the last relaxation into ``xs``
-    )
+    # puts the states of the last relaxation into ``xs``
+    linearise_at: Callable[[PyTree, Points], PyTree] | None = None
 
 
 def coarser(
@@ -39,6 +38,7 @@ def coarser(
         factor=factor,
         number=level.number + 1,
         span=level.interval_span,
+        # A coarse step may evaluate all layers of its interval at once.
         at_once=max(1, level.at_once // level.factor),
         unroll=1,
         transfer=transfer,
@@ -108,7 +108,11 @@ class PerInterval(CoarseStep):
                     y, Slices(layer.params, layer.data, layer.t, layer.dt, layer.index), shared
                 )
 
-            return self.function(one, u, Layer(x.params, None, x.data, x.t, x.dt, x.index, None))  # type: ignore[arg-type]
+            return self.function(
+                one,
+                u,
+                Layer(x.params, None, x.data, x.t, x.dt, x.index, None),  # type: ignore[arg-type]
+            )
 
         return Coarse(through, _tree.split(chain.slices, span))
 
@@ -145,6 +149,7 @@ class Rediscretize(CoarseStep):
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         slices, weights = chain.slices, None
         if self.params == "mean":  # without padding
+            # Slots beyond the last layer have weight 0.
             groups = _tree.split((slices.index < chain.layers).astype(slices.dt.dtype), span)
             weights = groups / jnp.maximum(1, jnp.sum(groups, axis=1, keepdims=True))
 
@@ -156,6 +161,7 @@ class Rediscretize(CoarseStep):
                 "gs,gs...->g...", weights.astype(x.dtype), _tree.split(x, span), precision="highest"
             )
 
+        # A coarse layer uses the key of a fine one again, which `jax_debug_key_reuse` would report.
         params, data = _tree.with_fresh_keys((slices.params, slices.data))
         rule = self.params if jax.tree.leaves(params) else "inject"
         coarse = Slices(
@@ -164,6 +170,7 @@ class Rediscretize(CoarseStep):
             else jax.tree.map(one, params),
             data=jax.tree.map(one, data),
             t=slices.t[::span],
+            # The coarse step covers the time of the whole interval; padding has dt = 0.
             dt=jnp.sum(_tree.split(slices.dt, span), axis=1),
             index=slices.index[::span],
         )
@@ -177,6 +184,7 @@ def _of_intervals(
     values = jax.vmap(rule)(_tree.split(params, span))
     if chain.total % span == 0 or chain.steps == 0:
         return values
+    # `at` is the position of the last layer on the worker that has it; the shapes of a short interval are static.
     here, at = chain.workers.end(1, chain.steps)
     last = at // span
     short = rule(jax.tree.map(lambda x: x[last * span : at + 1], params))

@@ -42,6 +42,7 @@ def shares_weights(step: Callable[..., State], y: State, x: PyTree, shared: PyTr
     found = []
 
     def rule(equation: core.JaxprEqn, inputs: list[Property]) -> Property:
+        # A product with a scalar is no weight, but an elementwise product may be one, such as the diagonal of a recurrence.
         numbers = equation.primitive.name == "mul" and all(
             array_type(v).ndim for v in equation.invars
         )
@@ -50,6 +51,7 @@ def shares_weights(step: Callable[..., State], y: State, x: PyTree, shared: PyTr
 
     program = jax.make_jaxpr(step)(y, x, shared).jaxpr
     varying = len(jax.tree.leaves((y, x)))
+    # None marks what depends neither on the state nor on the layer, so a product of both kinds multiplies by shared weights.
     _follow(program, [True] * varying + [None] * (len(program.invars) - varying), rule)
     return any(found)
 
@@ -104,6 +106,7 @@ def _follow(
     """
 
     def operation(equation: core.JaxprEqn, operands: list[Property]) -> list[Property]:
+        # What does not depend on the state has no property to propagate.
         if all(x is None for x in operands):
             return [None] * len(equation.outvars)
         if equation.primitive.name in CALLS:
@@ -121,6 +124,7 @@ def _follow_scan(
     """`_follow` through the body of a scan until its carry has the same properties before and after."""
     (body,), (consts, carries) = inside(equation), scan_parts(equation)
     start, end = consts, consts + carries
+    # The body of a scan sees one entry of the scanned arrays, so their axes move by one.
     operands = [*operands[:end], *(_shifted(x, -1) for x in operands[end:])]
     while True:
         results = _follow(body, operands, rule)
@@ -152,6 +156,7 @@ def _examples(number: int | None, equation: core.JaxprEqn, inputs: list[Property
     """Axes of the examples in the result, from those in the operands."""
     if COUPLED in inputs:
         return COUPLED
+    # Operands whose examples lie along different axes are not understood.
     axes, *others = {x for x in inputs if x is not None}
     if others or not isinstance(axes, tuple):
         return UNKNOWN
@@ -167,12 +172,15 @@ def _examples(number: int | None, equation: core.JaxprEqn, inputs: list[Property
         return _reorder(axes, [i for i in range(len(x)) if i not in params["axes"]])
     if name.startswith("cum") or name == "rev":
         along = params["dimensions"] if name == "rev" else (params["axis"],)
+        # Along an axis of length 1 nothing can be combined.
         return COUPLED if any(i in axes and x[i] > 1 for i in along) else axes
     if name == "transpose":
         return _reorder(axes, params["permutation"])
     if name == "broadcast_in_dim":
         return tuple(params["broadcast_dimensions"][i] for i in axes)
     if name in ("reshape", "squeeze"):
+        # An axis survives a reshape if equally many entries lie before it, and if it keeps its length. With one axis of examples
+        # it may also become the slow part of a merged axis.
         begins = {math.prod(out[:i]): i for i in reversed(range(len(out))) if out[i] > 1}
         places = [begins.get(math.prod(x[:i])) for i in axes]
         kept = tuple(
@@ -189,11 +197,13 @@ def _examples(number: int | None, equation: core.JaxprEqn, inputs: list[Property
 def _of_product(equation: core.JaxprEqn, inputs: list[Property], axes: tuple[int, ...]) -> Property:
     """`_examples` of a product."""
     contracted, batched = equation.params["dimension_numbers"]
+    # One operand depends on the state, the other one does not.
     side = 0 if inputs[0] is not None else 1
     here, shape = set(axes), array_type(equation.invars[side]).shape
     if any(i in here and shape[i] > 1 for i in contracted[side]):
         return COUPLED
     free = [i for i in range(len(shape)) if i not in (*contracted[side], *batched[side])]
+    # A dot_general has its batch axes first, then the free axes of the left operand, then those of the right one.
     start = array_type(equation.invars[0]).ndim - len(contracted[0]) if side else len(batched[0])
     return tuple(
         batched[side].index(i) if i in batched[side] else start + free.index(i) for i in axes

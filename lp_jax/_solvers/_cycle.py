@@ -42,12 +42,15 @@ def fas_cycle(
     It returns the corrected C-points, and this worker's residuals after relaxation and before correction, by `measure`.
     """
     fine, *coarser = levels
+    # Coarse steps around the trajectory need the states at all points, which the relaxation has anyway.
     points_too = any(level.linearise_at for level in coarser)
     u, r, incoming, points = relaxed(scheme.relaxation, scheme.c_weight, fine, u, points_too)
     coarse, *coarser = [level.linearised_at(points) for level in coarser]
     v = restrict(fine, u)
+    # Full approximation scheme: A_c(w) = A_c(v) + R r, with v the restricted C-points and r their residual.
     rhs = coarse_rhs(coarse, v, restrict(fine, r), restrict(fine, incoming))
     w = coarse_solve(scheme, [coarse.with_rhs(rhs), *coarser], v, kind)
+    # Only the change w - v is prolonged, so that u stays as it is where the coarse problem reproduces v.
     return correct(fine, u, w, v), measure(fine, r)
 
 
@@ -55,6 +58,7 @@ def coarse_solve(scheme: Scheme, levels: Sequence[Level], v: Points, kind: str) 
     """Approximate solution at all points of ``levels[0]``, leaves ``(steps, ...)``; that of ``coarsest`` on the last level."""
     if len(levels) == 1:
         return solve_levels(scheme.coarsest, levels, guess=v)
+    # On a coarse level the unknowns are its own C-points; F-relaxation at the end gives the states between them.
     u = levels[0].c_points(v)
     for visit in VISITS[kind]:
         u, _ = fas_cycle(scheme, levels, u, visit)
@@ -71,11 +75,13 @@ def coarse_to_fine(scheme: Scheme, levels: Sequence[Level], kind: str) -> CPoint
     # there are no states yet to linearise at
     fine, coarse, *coarser = [dataclasses.replace(level, linearise_at=None) for level in levels]
     if fine.has_sources or fine.rhs is not None:
+        # From zeros a sweep gives, at the end of each interval, the sum of its sources.
         zeros = _tree.zeros_like(_tree.repeat(fine.y0, fine.intervals))
         coarse = coarse.with_rhs(restrict(fine, sweep(fine, zeros)[0]))
     if not coarser:
         return prolong(fine, solve_levels(scheme.coarsest, (coarse,)))
     u = coarse_to_fine(scheme, (coarse, *coarser), kind)
+    # The recursion above was the first visit.
     for visit in VISITS[kind][1:]:
         u, _ = fas_cycle(scheme, (coarse, *coarser), u, visit)
     return prolong(fine, f_relax(coarse, u))

@@ -33,14 +33,16 @@ from lp_jax._levels._sweep import sweep
 from lp_jax._solvers._solver import AllStates, Start
 
 _SAME_ORDER = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
-_BY_ITSELF = """abs add add_any and ceil clamp convert_element_type cos cosh div eq exp exp2 expm1 floor ge gt integer_pow le
-    log log1p logistic lt max min mul ne neg not one_minus_square or pow rsqrt select_n sign sin sinh sqrt square sub tan
-    tanh xor""".split()  # noqa: SIM905
+_BY_ITSELF = """abs add add_any and ceil clamp convert_element_type cos cosh div eq exp exp2 expm1
+    floor ge gt integer_pow le log log1p logistic lt max min mul ne neg not
+    one_minus_square or pow rsqrt select_n sign sin sinh sqrt square sub tan tanh xor""".split()  # noqa: SIM905
+# numbers of a block, one for each thread; steps whose operands are loaded together
 _BLOCK, _UNROLL = (
     32,
     8,
-)  # numbers of a block, one for each thread; steps whose operands are loaded together
-_MOST = 1024  # operations of the steps whose operands are loaded together: longer programs take long to compile
+)
+# Operations of the steps whose operands are loaded together; longer programs take long to compile.
+_MOST = 1024
 INTERPRET = False  # run it on any device, for tests
 _FULL = 16_384  # numbers from which intervals lose
 _LONG, _INTERVALS = 4096, 128  # steps from which intervals gain; most of them
@@ -68,6 +70,7 @@ def split(
         inputs, closed.consts
     ).jaxpr
     n, sizes = len(leaves), (1, leaves[0].size)
+    # `moving` values depend on the state, `varying` ones differ from step to step but do not depend on it.
     moving, varying = set(whole.invars[:n]), set(whole.invars[n : n + of_x])
     early, late, single = [], [], {}
     for equation in live(whole).eqns:
@@ -82,6 +85,7 @@ def split(
             array_type(v).size not in sizes for v in operands
         ):
             return f"{name} of numbers that depend on the state"
+        # A broadcast of one number is done within the kernel, where it costs no memory traffic.
         late += [*(single.pop(v) for v in operands if v in single), equation]
         moving.update(equation.outvars)
     known = {*whole.invars[:n], *(v for equation in late for v in equation.outvars)}
@@ -160,6 +164,7 @@ def march(
         _tree.leading(xs),
     )
     length = steps // intervals
+    # A block must divide the places. Fewer steps are unrolled if the step has many operations.
     block, unroll = (
         math.gcd(places, _BLOCK),
         max(1, min(_UNROLL, length, _MOST // max(1, len(rest.eqns)))),
@@ -180,7 +185,9 @@ def march(
             refs[-n:],
         )
 
+        # Operands of the next steps are loaded before those of this turn are used, so that the loads are under way meanwhile.
         def load(i: jax.Array) -> list[jax.Array]:
+            # The last turn would load beyond the end.
             i = jnp.minimum(i, length - 1)
             return [ref[length - 1 - i if reverse else i] for ref in rows]
 
@@ -189,6 +196,7 @@ def march(
         ) -> tuple[list[jax.Array], Any]:
             state, now = carry
             coming = [load((k + 1) * unroll + j) for j in range(unroll)]
+            # This Python loop unrolls; the state stays in registers between steps.
             for j in range(count):
                 state, i = _evaluate(rest, [*state, *now[j], *common], block), k * unroll + j
                 for ref, x in zip(out, state, strict=True):
@@ -200,12 +208,14 @@ def march(
             [load(jnp.int32(j)) for j in range(unroll)],
         )
         whole = jnp.int32(length // unroll)
+        # The steps that are left over are a shorter turn.
         turn(whole, _tree.fori_loop(jnp.int32(0), whole, turn, start), length % unroll)
 
     def flat(x: jax.Array, rows: int) -> jax.Array:
         return x.reshape((rows, places)[: 1 + (x.size > rows)])
 
     initial = [x.reshape(intervals, places) for x in leaves]
+    # `each` has the operands that differ from step to step, ``(steps, places)``; `common` those that all steps share.
     each = [flat(x, steps) for x in jax.vmap(lambda x: early(x)[:number])(xs)]
     common, written = [flat(x, 1) for x in early(_tree.take(xs, 0))[number:]], 1 if ends else length
     results = pallas.pallas_call(
@@ -249,6 +259,7 @@ def _solve(
 
     def joined(y0: State, xs: Stacked, shared: PyTree) -> tuple[Stacked, jax.Array]:
         wide, count = _tree.wide(y0), intervals(_tree.leading(xs), jax.tree.leaves(y0)[0].size)
+        # The derivative along each leaf starts from a unit direction at every interval.
         units, zero = _tree.repeat(_units(wide), count), _tree.repeat(_tree.zeros_like(wide), 1)
 
         def derivative(
@@ -266,7 +277,9 @@ def _solve(
             reached, columns = march(
                 derivative, (entering(old), units), xs, shared, reverse=reverse, ends=True
             )
+            # Newton's correction of the states between intervals is an affine chain itself, and so another march.
             change = march(_affine, zero, (columns, _tree.sub(reached, old)), None, reverse=reverse)
+            # Where a correction overflows, the propagated state is taken, so that the first k intervals stay exact.
             new = jax.tree.map(
                 lambda u, d, r: jnp.where(jnp.isfinite(u + d), u + d, r), old, change, reached
             )
@@ -297,6 +310,7 @@ def _solve(
 
     @run.defjvp
     def _(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
+        # The kernel has no derivative rule; its values are those of the scan, whose derivative is taken.
         return run(*primals), jax.jvp(in_turn, primals, tangents)[1]
 
     return run(y0, xs, shared)
@@ -365,6 +379,7 @@ class Elementwise(AllStates):
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         level, xs, reverse = levels[0], levels[0].xs, levels[0].reverse
+        # An adjoint level has (operands, states, sources) of its layers as operands.
         own = _tree.entry_like(xs[0] if reverse else xs)
         if why := _refusal(level.origin or level.step, level.y0, own, level.shared):
             raise TypeError(
@@ -382,6 +397,7 @@ class Elementwise(AllStates):
         if not reverse:
             u, taken = _solve(level, step, level.y0, (xs, level.rhs), level.shared)
             return Start(u, taken=taken)
+        # An adjoint step is affine: one sweep over all layers gives its matrix by columns and its constant part.
         total, columns = sweep(
             level, _tree.repeat(_tree.zeros_like(level.y0), level.steps), advance=pull
         )

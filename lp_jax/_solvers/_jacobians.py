@@ -23,7 +23,8 @@ class Jacobians(abc.ABC):
     """A kind of Jacobian of steps ``state -> state``, for states of given shapes."""
 
     axes = -2, -1  # of the rows and of the columns
-    group = 8  # number of Jacobians that are composed at a time: many, where matrices are most of the memory traffic
+    # number of Jacobians that are composed at a time: many, where matrices are most of the memory traffic
+    group = 8
 
     @abc.abstractmethod
     def join(self, state: State) -> jax.Array:
@@ -101,9 +102,11 @@ class Whole(Jacobians):
         """Return the state after the step, and the map from a unit vector to a column (-1) or a row (-2) of the Jacobian."""
         v = self.join(u)
         transposed = transposed or _only_backward(step, u)
+        # A custom_vjp has no forward derivative, so such a step is pulled back: rows of the Jacobian instead of columns.
         v_next, derivative = _linearise(
             lambda v: self.join(step(self.part(v))), v, transposed=transposed
         )
+        # The Jacobian of one example is whole only if no example depends on another, which the program of the derivative shows.
         found = example_axes(derivative, (), v, self._axes) if self._axes else ()
         coupled = COUPLED in found
         if (
@@ -111,6 +114,7 @@ class Whole(Jacobians):
             and not transposed
             and all(len(shape) == self._axes for shape in self._shapes)
         ):
+            # A state whose leaves have no axis but that of the examples has more likely units there.
             coupled = coupled or not acts_in_place(
                 jax.linearize(step, u)[1], u
             )  # more likely units than examples
@@ -138,6 +142,7 @@ class Full(Whole):
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
         v = self.join(u)
+        # Each unit vector is given to all examples, and gives one column (or row) for each.
         units = _tree.varying(jnp.eye(v.shape[-1], dtype=v.dtype), v)
         u_next, derivative, axis = self.derivative(step, u, transposed=transposed)
         return u_next, jax.vmap(lambda unit: derivative(_tree.broadcast(unit, v)), out_axes=axis)(
@@ -182,7 +187,9 @@ class Shared(Whole):
         u_next, derivative, axis = one.derivative(step, state, transposed=transposed)
         center = one.join(state)
         batch, size = center.shape[:-1], center.shape[-1]
+        # With B examples an evaluation gives B rows, so ``ceil(d / B)`` evaluations are enough.
         turns = -(-size // math.prod(batch))
+        # Rows beyond d are zeros, and are cut off afterwards.
         units = jnp.eye(turns * math.prod(batch), size, dtype=center.dtype).reshape(
             turns, *batch, size
         )
@@ -200,6 +207,7 @@ def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyT
     """Flag the leaves of a step's operand that have a part for each example, by their shapes and the step's program."""
     leaves, structure = jax.tree.flatten(x)
     axes, floating = len(batch), [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    # Only leaves whose first axes have the lengths of the batch can have a part for each example.
     alike = [i for i, leaf in enumerate(leaves) if floating[i] and leaf.shape[:axes] == batch]
 
     def pull(u: State, leaves: list[jax.Array], cotangent: State) -> list[jax.Array]:
@@ -235,6 +243,7 @@ class Blocks(Jacobians):
         places: dict[tuple[int, ...], list[int]] = {}
         for i, x in enumerate(self._like):
             places.setdefault(x.shape, []).append(i)
+        # `places` has the leaves of each shape. If all shapes occur k times, the i-th leaves of all shapes form the i-th vector.
         self._paired = len(set(map(len, places.values()))) == 1
         self._blocks = (
             list(zip(*places.values(), strict=True))
@@ -277,12 +286,14 @@ class Blocks(Jacobians):
             direction = [places if i == leaf else jnp.zeros_like(places) for i in leaves]
             return self.join(derivative(self.part(_tree.varying(jnp.stack(direction), joined))))
 
+        # A direction of ones gives the derivatives at all positions at once, because no position depends on another.
         if self._paired and acts_in_place(derivative, self.part(joined)):
             return u_next, jnp.stack([of(i, jnp.ones_like(joined[0])) for i in leaves], axis=across)
         axes = _batches([x.shape for x in self._like], self._batch_axes)
         batch, place = joined.shape[1 : 1 + axes], joined.shape[1 + axes :]
         number = math.prod(place)
 
+        # Otherwise the diagonal is picked from full columns, one position at a time.
         def entries(i: jax.Array) -> jax.Array:
             here = (jnp.arange(number) == i).astype(joined.dtype).reshape((1,) * axes + place)
             columns = [

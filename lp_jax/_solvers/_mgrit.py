@@ -114,7 +114,8 @@ class MGRIT(Solver):
                 or (isinstance(relaxation, str) and re.fullmatch("F(CF)*", relaxation))
             ):
                 raise ValueError(
-                    'relaxation must be "F", "FCF", "FCFCF", ..., or a function r(level, u) -> u (or one per level); got '
+                    'relaxation must be "F", "FCF", "FCFCF", ..., or a function r(level, u) -> u '
+                    "(or one per level); got "
                     f"{relaxation!r}."
                 )
         if not callable(self.cycle):
@@ -163,7 +164,8 @@ class MGRIT(Solver):
             raise TypeError(
                 "coarse_step must be Rediscretize(...), a solver with fixed effort, like "
                 "Picard(sweeps=1) or Serial(), or a "
-                f'function f(step, y, layers) -> y; got {self.coarse_step!r}. Injection is Rediscretize("inject").'
+                f"function f(step, y, layers) -> y; got {self.coarse_step!r}. Injection is "
+                'Rediscretize("inject").'
             )
         if not isinstance(self.coarsest, Solver) or isinstance(self.coarsest, MGRIT):
             raise TypeError(
@@ -185,7 +187,8 @@ class MGRIT(Solver):
             )
             if coarse.linearise_at is not None and any(transfer):
                 raise ValueError(
-                    'coarse_step takes the states of the finest level (around="trajectory"), which do not fit on a level that '
+                    'coarse_step takes the states of the finest level (around="trajectory"), '
+                    "which do not fit on a level that "
                     f"`spatial` made smaller; got {self.coarse_step!r}. Leave one of the two out."
                 )
             levels.append(coarser(levels[-1], coarse, factor, transfer[number]))

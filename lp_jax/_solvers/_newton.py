@@ -85,8 +85,10 @@ class Clip(Damping):
     def __call__(self, jacobian: jax.Array, matrix: bool) -> jax.Array:
         sums = jnp.abs(jacobian)
         if matrix:
+            # The largest sum of magnitudes in a row is the matrix norm that belongs to the maximum norm.
             sums = jnp.max(jnp.sum(sums, axis=-1), axis=-1)[..., None, None]
         limit = jnp.asarray(self.limit).astype(sums.dtype)
+        # A Jacobian within the limit is multiplied by exactly 1.
         return jacobian * (limit / jnp.maximum(sums, limit)).astype(jacobian.dtype)
 
 
@@ -94,9 +96,8 @@ class Iterate(NamedTuple):
     """States that leave the layers, and the arrays that all iterations share; leaves ``(N, ...)``."""
 
     states: CPoints
-    operands: PyTree = (
-        None  # of the layers, for Jacobians that are not those of the evaluated steps
-    )
+    # operands of the layers, for Jacobians that are not those of the evaluated steps
+    operands: PyTree = None
     jacobians: jax.Array | None = None  # of an adjoint system
 
 
@@ -178,6 +179,7 @@ class Newton(AllStates):
         self.check_settings()
 
     def for_adjoint(self) -> Solver:
+        # The adjoint system is linear, so one iteration with its exact Jacobians solves it.
         return dataclasses.replace(self, iterations=1, relaxations=0) if self._is_exact else self
 
     @property
@@ -186,6 +188,7 @@ class Newton(AllStates):
         return self.jacobian == "full" and self.damping is None and self.jacobian_of is None
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
+        # The affine solve needs all Jacobians anyway, so all layers are evaluated at once unless their cost is not known.
         everything = self.at_once == "auto" and chain.traced.footprint.counted
         level = chain.finest(1, at_once=chain.at_once(math.inf if everything else self.at_once))
         origin = None if self.jacobian_of is None else chain.step(self.jacobian_of)
@@ -200,6 +203,7 @@ class Newton(AllStates):
         if guess is None and level.reverse and (shared or self._is_exact):
             guess = _tree.zeros_like(_tree.repeat(level.y0, level.intervals))
         u = constant(level, guess)
+        # A sweep more than there are layers would change nothing.
         if relaxations := min(self.relaxations, level.workers.total(level.span)):
 
             def relax(_: int, entering: CPoints) -> CPoints:
@@ -207,12 +211,15 @@ class Newton(AllStates):
 
             entering = level.incoming(u)
             unroll = level.workers.processor.loop_unroll(relaxations, relax, 0, entering)
+            # The last sweep leaves the states after the layers, not those that enter them.
             u = sweep(level, _tree.fori_loop(1, relaxations, relax, entering, unroll=unroll))[0]
         u = Iterate(u)
         if shared or self.jacobian_of is not None:
+            # An adjoint level has (operands, states, sources) of its layers as operands.
             operands = level.xs[0] if level.reverse else level.xs
             u = u._replace(operands=self._kind(level).operands(_forward(level), level.y0, operands))
         measured = self._measures(level)
+        # The Jacobians of a linear system do not depend on its states, so all iterations share them.
         if level.reverse and (self.iterations > 1 or measured):
             stepped, jacobians = self._linearise(level, u)
             u = Iterate(u.states, jacobians=jacobians)
@@ -230,6 +237,7 @@ class Newton(AllStates):
     def improve(self, levels: Sequence[Level], state: Iterate) -> tuple[Iterate, Residual]:
         level, u, old = levels[0], state, state.states
         if self._measures(level):
+            # `init` has solved the system; this evaluation only measures the residuals of the solution.
             stepped = sweep(level, level.incoming(old))[0]
             return Iterate(stepped), measure(level, _tree.sub(stepped, old))
         if u.jacobians is not None:
@@ -248,6 +256,7 @@ class Newton(AllStates):
         """The states of the linear chain, and whether all are finite; those that are not stay as they were."""
         residuals = _tree.sub(stepped, old)
         kind = self._kind(level)
+        # delta[n+1] = A[n] delta[n] + residual[n], in at least single precision.
         maps = Maps(*_tree.wide((jacobians, jax.vmap(kind.join)(residuals))))
         solved = _affine.solve(level.workers, maps, kind, reverse=level.reverse)
         change = jax.vmap(kind.part)(solved)
@@ -262,6 +271,7 @@ class Newton(AllStates):
             return Shared(level.y0, 1 if self.batch_axes is None else self.batch_axes)
         if self.jacobian == "diagonal":
             return Blocks(level.y0, self.batch_axes)
+        # One iteration that nobody measures must be exact, so that a doubtful axis of examples is refused.
         unmeasured = level.reverse and self.iterations == 1 and not self.has_tolerance
         return Full(level.y0, self.batch_axes, refuses_unknown=unmeasured)
 
@@ -275,12 +285,14 @@ class Newton(AllStates):
             u_next, jacobian = kind.linearise(step, u, transposed=transposed)
             if not transposed:  # an infinite derivative would spoil the states of all later layers
                 jacobian = jnp.where(jnp.isfinite(jacobian), jacobian, 0)
+                # An adjoint step multiplies by the transposed Jacobian of its layer.
                 jacobian = jnp.swapaxes(jacobian, *kind.axes) if level.reverse else jacobian
             return u_next, jacobian if self.damping is None else kind.damp(jacobian, self.damping)
 
         def advance(u: State, x: PyTree, shared: PyTree) -> tuple[State, jax.Array]:
             return linearise(lambda v: level.step(v, x, shared), u, transposed=level.reverse)
 
+        # The same evaluation gives the states after the layers and the Jacobians.
         if u.operands is None:
             return sweep(level, entering, advance=advance)
         # those of an adjoint are its layers', at the states of their linearisation

@@ -76,6 +76,7 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
     if checkpoint_every is None or checkpoint_every >= chain.steps:
         return _tree.scan(body, chain.y0, chain.slices, unroll=unroll)
 
+    # A segment keeps the state that enters it, and computes its layers again for the gradient.
     @jax.checkpoint
     def segment(u: State, xs: PyTree) -> tuple[State, tuple[State, PyTree]]:
         return _tree.scan(body, u, xs, unroll=unroll)

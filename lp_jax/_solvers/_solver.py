@@ -133,6 +133,7 @@ class Solver(CoarseStep):
         level = levels[0]
         progress = self._compare_norm(level, residual, progress)
         if self.rtol is not None:
+            # Decisions to stop have no gradient. Both maxima go in one message.
             both = residual.largest, largest(self.c_points(levels, after))
             residuals, sizes = level.workers.max(stop_gradient(both))
             progress = progress.compare_residuals(level.y0, residuals, sizes, self.rtol)
@@ -147,8 +148,10 @@ class Solver(CoarseStep):
 
     def _give_up(self, progress: Progress, goal: float | Scalar | None = None) -> Progress:
         """Give up if the error is not finite, or shows that serial propagation has to take over; ``goal`` as in `hopeless`."""
+        # A solver that recovers sets entries that overflowed back, so that they are no reason to stop.
         given_up = jnp.asarray(False) if self.recovers else ~jnp.isfinite(progress.last)
         if self.fallback:
+            # Iterations that will miss the tolerance end early, because serial propagation follows them anyway.
             given_up |= hopeless(progress.errors, progress.done + 1, goal)
         return progress._replace(given_up=given_up)
 
@@ -202,6 +205,7 @@ class Solver(CoarseStep):
         require_fixed_effort(self)
         solver = self.resolve(span)
 
+        # As a coarse step the solver solves the chain of one interval from the state that enters it.
         def through(u: State, xs: Slices, shared: PyTree) -> State:
             levels = solver.discretize(chain.interval(level, xs, shared, u, solver.unit(span)))
             return levels[0].last(solve_levels(solver, levels))
@@ -231,6 +235,7 @@ class AllStates(Solver):
         level, goal = levels[0], self.atol
         progress = self._compare_norm(level, residual, progress)
         if self.rtol is not None:
+            # Residuals of all layers together would not bound the error: a small one in each layer adds up along the chain.
             found = changes(level, self.states(levels, before), self.states(levels, after))
             if self.recovers:  # what was set back has not changed, and is no solution
                 finite = jnp.isfinite(residual.total)
@@ -245,6 +250,7 @@ class AllStates(Solver):
     ) -> tuple[CPoints, PyTree]:
         if advance is None:
             return u, None
+        # The states do not change any more, so the sweep serves only what `advance` emits.
         return u, super().finish(levels, u, advance)[1]
 
 
@@ -328,6 +334,7 @@ class Stats(NamedTuple):
         """Residual norms of the iterations that were made; None where they are not numbers of a single solve."""
         if isinstance(self.iterations, jax.core.Tracer) or jnp.ndim(self.iterations) != 0:
             return None
+        # `float` waits for the device, so it is only done for printing.
         norms = [float(norm) for norm in self.residual_norms]
         while norms and norms[-1] < 0:  # iterations that were not needed
             norms.pop()
@@ -357,13 +364,16 @@ def iterate(
 
     The result in the stats does not say whether the states are finite.
     """
+    # Norms are computed in units of `y0`, so that their squares neither overflow nor vanish.
     fine = dataclasses.replace(levels[0], unit=unit_of(levels[0]))
     levels, workers, y0 = (fine, *levels[1:]), fine.workers, fine.y0
     dtype = _tree.real_dtype(y0, at_least=jnp.float32)
     state, spent, reported = solver.init(levels, guess)
+    # The start may have cost iterations already; `cycles` are those that are left.
     taken, cycles = spent if reported is None else reported, solver.iterations - spent
 
     def stats(iterations: jax.Array | int, norms: jax.Array, result: jax.Array | int) -> Stats:
+        # `spent` iterations were not measured.
         norms = jnp.concatenate([jnp.full((spent,), NOT_MEASURED, dtype), norms])
         return Stats(jnp.asarray(iterations, jnp.int32), norms, jnp.asarray(result, jnp.int32))
 
@@ -374,12 +384,13 @@ def iterate(
         code = NOT_CONVERGED if solver.has_tolerance else DONE
         return solver.c_points(levels, state), stats(taken, none, code)
     if not solver.has_tolerance:
-
+        # A fixed number of iterations is a scan, which JAX can differentiate by itself.
         def fixed(state: PyTree, _: None) -> tuple[PyTree, State]:
             state, residual = solver.improve(levels, state)
             return state, residual.squares
 
         state, squares = _tree.scan(fixed, state, length=cycles)
+        # Leaves of `squares` are ``(cycles, ...)``.
         totals = jax.vmap(lambda squares: Residual(squares).total)(squares)
         # one message for all cycles
         totals, grown = workers.sum((totals, growth(fine, squares)))
@@ -390,6 +401,7 @@ def iterate(
     def unfinished(carry: tuple[PyTree, Progress, jax.Array]) -> jax.Array:
         _, progress, _ = carry
         ended = progress.met | progress.given_up
+        # All devices must take the same number of turns, because a step may exchange messages with others.
         return anywhere((progress.done < cycles) & ~ended, workers)
 
     def body(
@@ -401,6 +413,7 @@ def iterate(
         progress = solver.terminate(levels, before, after, residual, progress)
         return after, progress._replace(done=progress.done + 1), squares
 
+    # Within a user's shard_map the initial carry must vary over the same axes as the carry after a turn.
     nothing = Progress.start(y0, cycles, dtype), jnp.zeros((cycles,), dtype)
     carry = state, *_tree.varying(nothing, (state, y0))
     # the squares are those of this worker
@@ -420,6 +433,7 @@ def iterate(
     else:
         finite = jnp.isfinite(progress.errors[done - 1])
         missed = jnp.where(finite, NOT_CONVERGED, NON_FINITE)
+    # `done` is the number of turns of the loop; entries beyond it were not measured.
     measured = jnp.arange(cycles, dtype=jnp.int32) < done
     norms = fine.in_units(workers.sum(squares))
     norms = jnp.where(measured, norms, NOT_MEASURED).astype(dtype)

@@ -65,9 +65,11 @@ class Sweeps(AllStates):
 
     def improve(self, levels: Sequence[Level], state: Swept) -> tuple[Swept, Residual]:
         level = levels[0]
+        # Chunks of layers need less memory than all layers at once.
         if chunk(level.steps, level.at_once) < level.steps:
             return _by_chunks(level, state)
         stepped, _ = sweep(level, state.entering)
+        # y[n] <- y0 + sum of D_i(y_i) over i < n, with D_i(y) = Phi_i(y) - y.
         increments = _tree.sub(stepped, state.entering)
         swept = Swept(*level.workers.prefix_sums(increments, level.y0, reverse=level.reverse))
         return swept, measure(level, _tree.sub(stepped, state.points(level)))
@@ -134,8 +136,10 @@ class Picard(Sweeps):
         return Start(begin(levels[0], guess))
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
+        # A tolerance would make the number of sweeps depend on the data.
         require_fixed_effort(self)
         through = functools.partial(_sweep_interval, chain.step(level), self.sweeps, at_once)
+        # With "trajectory" the states of the last relaxation become operands of the coarse steps.
         linearise_at = None if self.around == "start" else lambda xs, states: (xs[0], states)
         return Coarse(through, (_tree.split(chain.slices, span), None), linearise_at)
 
@@ -198,7 +202,9 @@ class Windowed(Sweeps):
             )
 
         def window(u: State, operands: tuple[PyTree, PyTree]) -> tuple[State, tuple[State, Points]]:
+            # The window is a level of its own, on one worker, that starts from ``u``.
             inside = level.window(*operands, u)
+            # The first sweep over a window evaluates all layers at the state that enters it.
             at = begin(inside, None)
 
             def again(_: int, at: Swept) -> Swept:
@@ -215,6 +221,7 @@ class Windowed(Sweeps):
             return _tree.scan(window, y0, windows, reverse=level.reverse)[1]
 
         windows = _tree.split((level.xs, level.rhs), self.unit(level.workers.total(level.span)))
+        # Windows follow each other over the workers, too; no window is cut between two of them.
         _, points = level.workers.relay(run, level.y0, reverse=level.reverse)
         return Start(begin(level, _tree.merge(points)), spent)
 
@@ -253,6 +260,7 @@ class Secant(Sweeps):
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         swept = begin(levels[0], guess)
+        # The first sweep has slope 0, and no change to learn from.
         slope = _tree.varying(
             jnp.zeros((), _tree.real_dtype(swept.last, at_least=jnp.float32)), swept
         )
@@ -270,14 +278,17 @@ class Secant(Sweeps):
             real = workers.start(level.span) + jnp.arange(level.steps, dtype=jnp.int32)
             states = _tree.where_rows(real < workers.total(level.span), u)
         pairs = (residuals, change), (change, change), (states, states)
+        # One message for all inner products.
         *products, sizes = workers.sum([_tree.inner_by_component(*pair) for pair in pairs])
         along, squared = (_in_sizes(product, sizes) for product in products)
         # a change of rounding teaches nothing
         noise = sum(x.size * (8 * eps_of(x)) ** 2 for x in jax.tree.leaves(level.y0))
+        # Least squares: the part of the residuals along the last change, over the square of that change.
         learned = jnp.where(squared > noise, along / squared, 0)
         slope = jnp.clip(slope + learned, -1, 0)
         slope = jnp.where(jnp.isfinite(slope), slope, 0)
         factor = 1 + slope
+        # y[n+1] = factor y[n] + (Phi_n(u_n) - factor u_n) is a prefix sum that decays by `factor` in each layer.
         increments = jax.tree.map(lambda f, y: f - factor.astype(f.dtype) * y, stepped, u)
         entering, last = workers.prefix_sums(
             increments, level.y0, reverse=level.reverse, factor=factor
@@ -403,6 +414,7 @@ def _sweep_interval(
     def last(total: State, operands: tuple[Points, PyTree]) -> tuple[State, None]:
         return _tree.add(total, _tree.total(increments(*operands))), None
 
+    # All sweeps but the last one have to leave the states that enter the layers; the last one only needs the sum.
     for _ in range(sweeps - 1):
         incoming = in_chunks(add, _tree.wide(u), (incoming, xs), size)[1]
     return _tree.narrow(in_chunks(last, _tree.wide(u), (incoming, xs), size)[0], u)
