@@ -8,10 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import reverse_only, without_gradient
+from lp_jax._arrays._place import NO_MESH
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Stacked, State, Step, Times
 from lp_jax._comms import _wire
 from lp_jax._comms._comm import Comm, OneDevice
@@ -99,31 +100,50 @@ class Problem(_inputs.Network):
         adjoint_guess: CPoints | None = None,
     ) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
         """Return the `Solution` and its pullback, as `lp_jax.solve_vjp` does; the arguments are the same."""
-        if self.comm != OneDevice() and jax.sharding.get_abstract_mesh().explicit_axes:
+        here = jax.sharding.get_abstract_mesh()
+        explicit = self.comm != OneDevice() and here.explicit_axes
+        if explicit and jax.__version_info__ >= (0, 11):
             raise ValueError(
-                "solve_vjp does not work over a mesh inside jax.set_mesh with explicit axes. Call "
-                "it outside of it, on the same arrays; or take jax.vjp of lp_jax.solve."
+                "solve_vjp inside jax.set_mesh with explicit axes works with jax 0.10 only. Call it "
+                "outside of it, on the same arrays; or take jax.vjp of lp_jax.solve."
             )
-        program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
-        (y1, aux, rest), pull = program.vjp(arrays)
+        # Within the solve no type holds a place, so the results get places as those of `solve` have.
+        outside = functools.partial(jax.sharding.use_abstract_mesh, NO_MESH if explicit else here)
+
+        def put(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+            return jax.sharding.reshard(x, NamedSharding(here, spec)) if explicit else x
+
+        with outside():
+            program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
+            out, pull = program.vjp(arrays)
+        if explicit:
+            out = jax.tree.map(put, out, _partitions(program, arrays))
+        y1, aux, rest = out
 
         def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
             cotangents = y1_cotangent, seen_of(aux, aux_cotangent)
             # Within a user's shard_map cotangents must vary over the same axes as their primals.
-            gradient, stats = pull(*_tree.varying(cotangents, y1))
+            with outside():
+                gradient, stats = pull(*_tree.varying(cotangents, y1))
+            stats = jax.tree.map(lambda x: put(x, PartitionSpec()), stats)
             arguments = (self.params, self.y0, self.shared, self.data)
             slices = gradient.slices
             gradients = jax.tree.map(
                 lambda x, cotangent: (
                     # JAX's cotangent of an integer or a key is a zero of dtype float0.
-                    np.zeros(jnp.shape(x), jax.dtypes.float0) if cotangent is None else cotangent
+                    np.zeros(jnp.shape(x), jax.dtypes.float0)
+                    if cotangent is None
+                    else put(cotangent, _spec(x))
                 ),
                 arguments,
                 (slices.params, gradient.y0, gradient.shared[0], slices.data),
             )
             # An argument that is the same on all devices has one gradient, the sum over them.
             params, y0, shared, data = _tree.sum_like(gradients, arguments)
-            return Gradients(params, y0, shared, data, gradient.adjoint_guess), stats
+            last = gradient.adjoint_guess
+            if last is not None:
+                last = jax.tree.map(lambda x, y: put(x, PartitionSpec(None, *_spec(y))), last, y1)
+            return Gradients(params, y0, shared, data, last), stats
 
         return Solution(y1, *rest, aux), pullback
 
@@ -237,7 +257,7 @@ def solve_vjp(
         device). Values that ``step`` closes over get no gradient here.
 
     Raises:
-        ValueError: as `solve`; and over a mesh inside ``jax.set_mesh`` with explicit axes.
+        ValueError: as `solve`; and, from jax 0.11 on, over a mesh inside ``jax.set_mesh`` with explicit axes.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax

@@ -39,7 +39,7 @@ class Progress(NamedTuple):
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
-        >>> start = lp_jax.Progress.start(jnp.ones(3), 5, jnp.float32)
+        >>> start = lp_jax.multigrid.Progress.start(jnp.ones(3), 5, jnp.float32)
         >>> start.errors.shape, bool(start.met | start.given_up)
         ((5,), False)
     """

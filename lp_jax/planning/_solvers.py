@@ -41,8 +41,9 @@ def held(solver: Solver, machine: Machine, layers: int, workers: int) -> tuple[i
         (8, 256)
     """
     mine = math.ceil(layers / workers)
-    kept = mine * machine.linearised_bytes
-    if not solver.keeps_states:
+    if solver.keeps_states:
+        kept = mine * machine.linearised_bytes
+    else:
         kept = math.ceil(mine / solver.stride(layers)) * machine.state_bytes
     return kept, _working(solver, machine, layers, workers, mine)
 

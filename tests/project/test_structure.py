@@ -276,5 +276,5 @@ def test_the_package_does_not_grow():
     ``python tests/helpers/house.py`` prints all sizes.
     """
     sizes = house.sizes()
-    assert sizes["tokens of code in lp_jax"] <= 135_950, sizes
-    assert sizes["tokens of code in the core"] <= 72_100, sizes
+    assert sizes["tokens of code in lp_jax"] <= 136_100, sizes
+    assert sizes["tokens of code in the core"] <= 72_260, sizes
