@@ -154,7 +154,7 @@ def _serial(at: Layers) -> float:
     turns = at.workers * p.launch * p.turn_kernels * at.footprint.kernels
     turns += at.layers * p.turn_passes * at.state / p.bandwidth
     propagated = sum(p.serial(at.footprint, at.layers, at.workers))
-    return propagated + bool(others) * turns + 2 * others * _message(at)
+    return propagated if not others else propagated + turns + 2 * others * _message(at)
 
 
 def _message(at: Layers) -> float:

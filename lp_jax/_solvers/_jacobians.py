@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import reshard
 from jax.typing import DTypeLike
 
 from lp_jax._arrays import _tree
@@ -193,7 +194,16 @@ class Shared(Whole):
         units = jnp.eye(turns * math.prod(batch), size, dtype=center.dtype).reshape(
             turns, *batch, size
         )
-        rows = jax.vmap(derivative)(_tree.varying(units, center)).reshape(-1, size)[:size]
+        units = _tree.varying(units, center)
+        # Each device forms the rows of its own examples; all devices need all rows, as the Jacobian is one for all examples.
+        if _tree.explicit(center):
+            place, everywhere = (jax.typeof(x).sharding for x in (center, units[0]))
+            rows = jax.vmap(lambda unit: reshard(derivative(reshard(unit, place)), everywhere))(
+                units
+            )
+        else:
+            rows = jax.vmap(derivative)(units)
+        rows = rows.reshape(-1, size)[:size]
         return u_next, rows.T if axis == -2 else rows
 
     def apply(self, matrix: jax.Array, vector: jax.Array) -> jax.Array:
