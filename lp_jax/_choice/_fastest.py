@@ -108,16 +108,16 @@ class Layers(NamedTuple):
     workers: int
     processor: Processor
     state: int  # bytes of the state
-    examples: (
-        int  # along the first axis of the state, if the layer's program keeps them apart; else 0
-    )
+    # number of examples along the first axis of the state, if the layer's program keeps them apart; else 0
+    examples: int
     numbers: int  # of an example's state
     recurrent: bool  # whether all layers have the same weights
-    driven: bool = False  # whether each layer has arrays of its own all the same: the inputs of a recurrent network
-    in_place: int = 0  # leaves of the state, if a layer combines only numbers at equal positions of them; else 0
-    places: int = (
-        0  # numbers of a leaf of the state, if a kernel may march through the layers; else 0
-    )
+    # whether each layer has arrays of its own although the weights are shared, like the inputs of a recurrent network
+    driven: bool = False
+    # number of leaves of the state, if a layer combines only numbers at equal positions of them; else 0
+    in_place: int = 0
+    # numbers in a leaf of the state, if one kernel may march through all layers; else 0
+    places: int = 0
 
 
 def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:

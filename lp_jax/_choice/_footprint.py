@@ -20,13 +20,16 @@ class Footprint(NamedTuple):
     operands: int  # bytes of the layer's own parameters and data
     working: int  # bytes of its states and of the arrays that are alive between them
     flops: float  # of its products
-    counted: bool = True  # whether these numbers are known; not with a callback or a foreign call in the program
-    few: bool = False  # whether gradients of weights are sums of two to a few outer products: see `with_few_terms`
+    # whether these numbers are known; they are not if the program has a callback or a foreign call
+    counted: bool = True
+    # whether the gradients of weights are sums of two to a few outer products: see `with_few_terms`
+    few: bool = False
     one_row: bool = False  # whether all of its products have one row
     numbers: float = 0.0  # that its other operations compute; a convolution counts its products
     convolved: float = 0.0  # of these, products of convolutions, beyond one for each result
     kernels: int = 1  # its products and reductions, with those operations that fuse with them
-    branches: float = 1.0  # work in a batch of layers relative to this, as a batch evaluates all branches of a switch
+    # work in a batch of layers relative to one layer's, because a batch evaluates all branches of a switch
+    branches: float = 1.0
     operations: int = 0  # of its program; the time to compile grows with them
     # whether a batch of layers would compute something else than one layer after another
     alone: bool = False

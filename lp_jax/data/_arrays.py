@@ -8,7 +8,10 @@ import numpy as np
 from lp_jax._arrays._types import StrPath
 from lp_jax.data._dataset import DataError, Dataset, split
 
-_WANTED = "a file as numpy.savez writes it, with x of shape (samples, ...) and y, a class or values for each sample"
+_WANTED = (
+    "a file as numpy.savez writes it, with x of shape (samples, ...) and y, a class or values "
+    "for each sample"
+)
 
 
 def arrays(path: StrPath, *, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
@@ -51,7 +54,10 @@ def arrays(path: StrPath, *, test_fraction: float = 0.2, seed: int = 0) -> Datas
             raise _wrong(path, got, "classes or values in both, of one kind")
         for name, train, test in (("x", x, test_x), ("y", y, test_y)):
             if train.shape[1:] != test.shape[1:]:
-                got = f"test_{name} has samples of shape {test.shape[1:]} and {name} {train.shape[1:]}"
+                got = (
+                    f"test_{name} has samples of shape {test.shape[1:]} "
+                    f"and {name} {train.shape[1:]}"
+                )
                 raise _wrong(path, got, "the same shape")
     else:
         x, y, test_x, test_y = split(x, y, test_fraction, seed, by_class=not values)

@@ -71,7 +71,10 @@ def split(
             "single one."
         )
     if min(test, len(y) - test) < len(counts):
-        got = f"{test_fraction} leaves {len(y) - test} to train with and {test} to hold out, for {len(counts)} classes"
+        got = (
+            f"{test_fraction} leaves {len(y) - test} to train with and {test} to hold out, "
+            f"for {len(counts)} classes"
+        )
         raise ValueError(f"test_fraction must leave one sample of each class or more; {got}.")
     cut = require("sklearn.model_selection").train_test_split
     labels = y if by_class else None

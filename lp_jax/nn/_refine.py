@@ -51,7 +51,8 @@ def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
         return _refined(layers, np.arange(number + 1.0), factor, how)
     if how == "zeros" and layers.weights is not None:
         raise ValueError(
-            'how="zeros" puts layers between others, and a trunk with a Spline has none; take "constant".'
+            'how="zeros" puts layers between others, and a trunk with a Spline has none; '
+            'take "constant".'
         )
     times = _times(staying(layers, factor * number, how))
     if how == "zeros":

@@ -223,8 +223,10 @@ def _state_refused(module: nnx.Module, others: Sequence[tuple[PyTree, object]]) 
         f"{'.'.join(map(str, path))} ({type(value).__name__})" for path, value in others
     )
     instead = {
-        nnx.BatchStat: "use nn.LayerParallel without a spline, which carries running statistics, or nnx.LayerNorm",
-        nnx.RngState: "build nnx.Dropout(rate) without rngs, let __call__ accept a keyword `key`, and pass "
+        nnx.BatchStat: "use nn.LayerParallel without a spline, which carries running statistics, "
+        "or nnx.LayerNorm",
+        nnx.RngState: "build nnx.Dropout(rate) without rngs, let __call__ accept a keyword `key`, "
+        "and pass "
         "data=jax.random.split(key, num_layers)",
     }
     advice = [

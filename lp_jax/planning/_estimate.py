@@ -19,7 +19,8 @@ from lp_jax.planning._measure import arrays, examples_of, small
 
 Found = TypeVar("Found")
 
-_PASSES = 4  # over the states, in a sweep's sum of them: fits what was measured on CPUs and counted for an H200
+# passes over the states in a sweep's sum of them; the number fits times measured on CPUs and traffic counted for an H200
+_PASSES = 4
 
 
 def _of_shapes(look: Callable[[Problem], Found], problem: Problem) -> Found:

@@ -47,7 +47,8 @@ class Solved(NamedTuple):
     layers: int
     solves: int  # number of them
     iterations: int  # the most that one took
-    residual: float  # the largest last norm, relative to the first; NaN where fewer than two were measured
+    # the largest last norm, relative to the first; NaN where fewer than two norms were measured
+    residual: float
     result: int  # the worst code, one of `lp_jax.RESULTS`
 
 

@@ -78,7 +78,11 @@ def as_pair(solvers: Solver | Pair | tuple[Solver, None]) -> Pair:
 
 def compile_fast() -> dict[str, bool | str] | None:
     """Return options of `jax.jit` for programs that run a few times: 2.8 instead of 6.1 s for 256 dense layers on two cores."""
-    return {"xla_backend_optimization_level": 0} if default_platform() == "cpu" else None  # type: ignore[dict-item]
+    return (
+        {"xla_backend_optimization_level": 0}  # type: ignore[dict-item]
+        if default_platform() == "cpu"
+        else None
+    )
 
 
 def small(y0: State) -> bool:

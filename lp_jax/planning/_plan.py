@@ -119,7 +119,8 @@ def plan(
     notes = [f"Left out for lack of time: {', '.join(half.left_out)}."] if half.left_out else []
     if not trace(problem, (Picard(),))[0].traced.footprint.counted:
         notes.append(
-            'A layer has a callback, a foreign call or an open loop: at_once="auto" takes one at a time.'
+            "A layer has a callback, a foreign call or an open loop: "
+            'at_once="auto" takes one at a time.'
         )
     return dataclasses.replace(best, note=" ".join(notes))
 

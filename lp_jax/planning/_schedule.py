@@ -282,7 +282,9 @@ def _(solver: Newton, chain: _Chain) -> None:
     for _ in range(solver.iterations):
         if solver.jacobian == "full":
             iteration.add("newton", 1, chain.mine)
-        else:  # the states; their derivative for diagonal Jacobians, or that of the mean state and the chain of its Jacobians
+        else:
+            # One evaluation gives the states. The second is their derivative for diagonal Jacobians, or the derivative at the
+            # mean state with the chain of its Jacobians.
             iteration.evaluate(2, chain.mine)
         iteration.send(1 + prefix_messages(chain.workers))
     chain.evaluate_last()

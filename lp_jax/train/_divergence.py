@@ -11,11 +11,13 @@ from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, SERIAL
 from lp_jax.train._types import Batch, Metrics
 
 ADVICE = (
-    'the layer-parallel gradient may be wrong. Relax more (relaxation="FCF"), take a coarse step closer to the layers '
+    'the layer-parallel gradient may be wrong. Relax more (relaxation="FCF"), take a coarse step '
+    "closer to the layers "
     "(coarse_step=Picard(sweeps=2)), a smaller t1 or learning rate; more iterations help only "
     "where the norms come down"
 )
-_ROUNDING = 1e-5  # residual norms below this fraction of the state's norm are near the rounding of single precision
+# Residual norms below this fraction of the state's norm are near the rounding of single precision, where they grow by chance.
+_ROUNDING = 1e-5
 
 
 class DivergenceError(RuntimeError):
@@ -56,7 +58,10 @@ def divergence_message(step: int, metrics: Metrics, batch: Batch) -> str:
             count := int(jnp.sum(~jnp.isfinite(leaf)))
         ):
             name = f"batch{jax.tree_util.keystr(path)}"
-            return f"stopped at step {step}: {count} of the {jnp.size(leaf)} numbers in {name} are not finite. Clean the data."
+            return (
+                f"stopped at step {step}: {count} of the {jnp.size(leaf)} numbers in {name} are "
+                "not finite. Clean the data."
+            )
     if metrics.info.result == NON_FINITE:
         return f"stopped at step {step}: {RESULTS[NON_FINITE]}."
     what = "the updated parameters are not finite"
@@ -67,5 +72,6 @@ def divergence_message(step: int, metrics: Metrics, batch: Batch) -> str:
     return (
         f"stopped at step {step}: {what}. Lower the learning rate; if training with the exact "
         f"gradient "
-        '(solver=Serial()) stays finite, relax more (relaxation="FCF") or take coarse_step=Picard(sweeps=2).'
+        '(solver=Serial()) stays finite, relax more (relaxation="FCF") or take '
+        "coarse_step=Picard(sweeps=2)."
     )
