@@ -47,6 +47,7 @@ def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
             flops += _flops(equation, terms)
             kernels += 2
         elif programs := called(equation):
+            # Tuples compare by their first number, the flops, so this is the branch with the most flops.
             each = max(cost_of(program, terms) for program in programs)
             turns = equation.params["length"] if name == "scan" else 1
             flops += turns * each.flops
@@ -55,6 +56,7 @@ def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
             kernels += each.kernels if turns == 1 else turns * (each.kernels + 1)
         elif name == "conv_general_dilated":
             shape = array_type(equation.invars[1]).shape
+            # `rhs_spec` has the kernel's axis of output features first. An output is a sum over all its other axes.
             out = equation.params["dimension_numbers"].rhs_spec[0]
             products = results[0] * math.prod(shape) / shape[out]
             numbers += products
@@ -69,6 +71,7 @@ def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
 def _flops(equation: core.JaxprEqn, terms: int | None) -> float:
     """Flops of a product; 0 if it does not count."""
     shape = array_type(equation.invars[0]).shape
+    # The dimension numbers of `dot_general` are the contracted axes and the batch axes, of both operands each.
     (contracted, _), _ = equation.params["dimension_numbers"]
     summed = math.prod(shape[i] for i in contracted)
     if terms not in (None, summed):
@@ -87,6 +90,7 @@ def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], terms: int | None) -> 
     def operation(equation: core.JaxprEqn, operands: list[float]) -> Sequence[float]:
         if equation.primitive.name == "scan":
             return _scan_depths(equation, operands, terms)
+        # The first operand of `cond` is the index, which its branches do not get but its results wait for.
         first = int(equation.primitive.name == "cond")
         if ends := [_depths(program, operands[first:], terms) for program in called(equation)]:
             return [max((*operands[:first], *each)) for each in zip(*ends, strict=True)]
@@ -142,11 +146,13 @@ def most_alive(jaxpr: core.Jaxpr) -> int:
     last: dict[core.Var, int] = {}
     for number, equation in enumerate(jaxpr.eqns):
         last.update((v, number) for v in equation.invars if not isinstance(v, core.Literal))
+    # A result lives until the end of the program.
     last.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if not isinstance(v, core.Literal))
     alive: dict[core.Var, int] = {}
     most = 0
     for number, equation in enumerate(jaxpr.eqns):
         alive.update((v, _nbytes(v)) for v in equation.outvars if v in last)
+        # The outputs of a called program are alive both inside and outside, and count once.
         within = max(map(most_alive, inside(equation)), default=0)
         most = max(most, sum(alive.values()) + max(0, within - sum(map(_nbytes, equation.outvars))))
         alive = {v: size for v, size in alive.items() if last[v] > number}

@@ -89,7 +89,8 @@ SWEEPS = sweeps_to(1e-3)
 _LT = 2 / 3  # Lipschitz constant of the layers times the time of the network
 _LAST = 3  # sweeps that a solve makes besides: the last evaluations, the gradient
 _GAIN = 0.55  # most of the time of serial propagation that another pair may be predicted to take
-# Seconds that sweeps and Newton's method must save in a call for each operation of the step's program: they take some 50 ms more
+# Seconds that sweeps and Newton's method must save in a call for each
+# operation of the step's program: they take some 50 ms more
 # to compile for each, in their many copies of the step, which pays after 2,500 calls.
 _COMPILING = 2e-5
 _ITERATIONS, _RELAXATIONS = 10, 16
@@ -129,6 +130,7 @@ def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
     may cost as much as serial propagation, so that on a network on which they fail they at most double its time.
     """
     serial = _serial(layers)
+    # Without a known cost nothing can be compared, so the solver that always works is taken.
     if not layers.footprint.counted:
         return SERIAL, serial
     options = [_kernel(layers)]
@@ -138,6 +140,7 @@ def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
         moving = layers.recurrent and layers.driven
         if not moving and not layers.places:  # a kernel is exact, and moves fewer bytes
             options.append(_sweeps(layers, rtol))
+    # Sweeps and Newton's method, which have tolerances, compile the step many times, and must earn that back.
     compiled = serial - _COMPILING * layers.footprint.operations
     faster = [
         (seconds, pair)
@@ -165,6 +168,7 @@ def _message(at: Layers) -> float:
 def _sweeps(at: Layers, rtol: float) -> tuple[float, Pair]:
     """Sweeps over all layers, as many as cost what serial propagation costs."""
     mine = math.ceil(at.layers / at.workers)
+    # A prefix sum over W workers takes about log2 W messages.
     messages = 0 if at.workers == 1 else 2 + (at.workers - 1).bit_length()
     p, levels = at.processor, (mine - 1).bit_length()
     summed = mine * p.sum_passes * at.state / p.swept(at.footprint, mine)
@@ -172,6 +176,7 @@ def _sweeps(at: Layers, rtol: float) -> tuple[float, Pair]:
     one = p.batch(at.footprint, mine) + summed + messages * _message(at)
     swept = sweeps_to(rtol)
     expected = [min(typical(s.rtol), at.layers) for s in swept]
+    # The budget of sweeps is shared in proportion to the expected numbers, so that both solves fail late alike.
     budget = int(min(_serial(at) / one, 1000)) - _LAST
     shares = [budget * sweeps // sum(expected) for sweeps in expected]
     if any(share < sweeps for share, sweeps in zip(shares, expected, strict=True)):

@@ -57,6 +57,7 @@ def footprint(
     alone = draws_alone(program)
     few = has_few(program, terms, least=2)
     operations = list(walk(program.eqns))
+    # `vmap` turns a switch with an index for each layer into a selection among all branches, each of which is evaluated.
     switches = batched and any(equation.primitive.name == "cond" for equation in operations)
     branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches else 1.0
     one_row = has_few(program, 1) and not has_few(program, sys.maxsize, least=2)
@@ -64,6 +65,7 @@ def footprint(
         operands=nbytes,
         working=most_alive(program),
         flops=flops,
+        # A layer that draws other numbers in a batch must not be batched, so its cost is no use to the choice.
         counted=not (alone or opaque(program)),
         few=few,
         one_row=one_row,
@@ -84,6 +86,7 @@ def _at_once_cost(program: core.Jaxpr) -> float:
         operands = arguments[len(program.constvars) :]
         return jax.vmap(core.jaxpr_as_fun(core.ClosedJaxpr(program, consts)))(*operands)
 
+    # Two layers are the smallest batch; half its cost is that of a layer. Constants have no axis of layers.
     kinds = [*(((), v) for v in program.constvars), *(((2,), v) for v in program.invars)]
     shapes = [
         jax.ShapeDtypeStruct((*more, *array_type(v).shape), array_type(v).dtype)

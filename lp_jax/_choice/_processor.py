@@ -40,12 +40,14 @@ class Processor:
     unroll_bytes: float = 2**13
     unroll_kernels: float = 4
     unrolled: float = 1.0
-    # Adding increments up and measuring their change takes, besides, so many kernels each time that the number of layers doubles,
+    # Adding increments up and measuring their change takes, besides, so many
+    # kernels each time that the number of layers doubles,
     # and passes over the states; of which so many bytes stay in the cache in a sweep.
     sum_kernels: float = 0.0
     sum_passes: float = 0.0
     cached_states: float = 0.0
-    # In a relay: the part of a gradient's kernels that form the weights' gradients, on all workers at once; and where each worker
+    # In a relay: the part of a gradient's kernels that form the weights'
+    # gradients, on all workers at once; and where each worker
     # takes part in the turns of all, and selects, so many kernels for each of a layer in a turn, and passes over its states.
     of_weights: float = 0.5
     turn_kernels: float = 0.0
@@ -152,13 +154,15 @@ OF_A_SUM = 6  # kernels of the sums of increments in a sweep
 _SOME = 8  # turns of a loop that are unrolled
 _ALL = 16  # most turns of one that is unrolled as a whole
 _MOST = 2048  # operations of all turns that are unrolled
-# On a CPU: most bytes of layers that are all evaluated at once, and bytes of those that are where there are more. Layers of less
+# On a CPU: most bytes of layers that are all evaluated at once, and bytes
+# of those that are where there are more. Layers of less
 # than a flop per byte of operands are not split, as copying operands would cost more.
 _MOST_BYTES = 36_000_000
 _CHUNK_BYTES = 2**23
 # Where turns are not launched: least flops of a layer for which serial propagation is unrolled, because the compiler of a CPU
 # makes one kernel of a smaller loop. A layer with more kernels, such as a GRU's, is slower unrolled there, and takes four times
-# as long to compile. With products of a few rows it is not unrolled: the sums of outer products would be too, and are then slow.
+# as long to compile. With products of a few rows it is not unrolled: the
+# sums of outer products would be too, and are then slow.
 _UNROLL_FLOPS = 256
 # On a CPU: least flops of a layer whose gradient a relay forms in a loop of its own, as measured over two ranks.
 _APART_FLOPS = 4096
@@ -246,7 +250,8 @@ _GPUS = {
 }
 # By kind, of what JAX calls a device (the chip; of a TPU7x one of its two cores): flops a second of bfloat16 and bytes a second
 # of the memory (docs.cloud.google.com/tpu/docs), bytes of VMEM (jax/_src/pallas/mosaic/tpu_info.py; of a v4 its CMEM), bytes a
-# second of a link to a neighbour, one way (jax-ml.github.io/scaling-book/tpus), and cycles a second (flops over those of a cycle
+# second of a link to a neighbour, one way (jax-ml.github.io/scaling-
+# book/tpus), and cycles a second (flops over those of a cycle
 # of its matrix units).
 _TPUS = {
     "TPU v4": _tpu(2.75e14, 1.2e12, 1.34e8, 4.5e10, 1.05e9),

@@ -49,10 +49,12 @@ def run(args: Sequence[str]) -> None:
     command, rest = _choose("", _ABOUT, _COMMANDS, args)
     if command == "bench":
         suite, rest = _choose(command, _COMMANDS[command], _suites(), rest)
+        # The benchmarks are a package next to lp_jax in the repository, which is not installed.
         sys.path.insert(0, str(_BENCHMARKS.parent))
         sys.exit(importlib.import_module(f"benchmarks.{suite}").main(rest))
     if command == "plan":
         problem, rest = _choose(command, _COMMANDS[command], _PLANS, rest)
+        # A command is imported when it runs, because Flax, optax and matplotlib take seconds to import.
         importlib.import_module("lp_jax.cli._plan").run(problem, rest)
     elif command == "demo":
         importlib.import_module("lp_jax.cli._demo").run(rest)

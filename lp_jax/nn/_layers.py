@@ -244,6 +244,7 @@ class PoolClosing(nnx.Module):
 
     def __init__(self, shape: Sequence[int], classes: int, **options: Any):
         *space, channels = shape
+        # The axes count from the end, so that any number of batch axes may lead.
         self.space = tuple(range(-1 - len(space), -1))
         self.linear = nnx.Linear(channels, classes, **options)
 
@@ -304,6 +305,7 @@ class TokenOpening(nnx.Module):
             )
         columns = tokens.reshape(*tokens.shape[:2], len(self.tokens))
         y = sum(embedding(columns[..., c]) for c, embedding in enumerate(self.tokens))
+        # The table has max_length rows, and a shorter sequence takes the first ones.
         return y + self.positions.embedding[None, :length]
 
 

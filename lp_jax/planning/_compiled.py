@@ -55,6 +55,7 @@ def topology(name: str, **axes: int) -> Mesh:
         platform, named = "tpu", name.lower()
         # the two cores of a v4 are one device
         options = {"chip_config_name": "megacore"} if kind == "v4" else {}
+        # The user's own settings win, because the right operand of | does.
         os.environ.update(_NO_TPU | os.environ)
     for attempt in itertools.count():
         try:
@@ -176,6 +177,7 @@ def compiled(f: Callable[..., PyTree], *shapes: PyTree, on: str | Mesh) -> Compi
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
+        # The compiler reports the size of a program that does not fit only in the text of its error.
         known = re.search(r"RESOURCE_EXHAUSTED\D+([\d.]+)G\D+([\d.]+)G", str(error))
         if known is None:
             raise
@@ -193,6 +195,7 @@ def lower(f: Callable[..., PyTree], shapes: PyTree, mesh: Mesh) -> jax.stages.Lo
         there = dataclasses.replace(there, kernel_step=None)  # such a kernel is not partitioned
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
+        # The shapes may have shardings on another mesh; their partition is applied to this one.
         spec = getattr(getattr(x, "sharding", None), "spec", PartitionSpec())
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
@@ -224,6 +227,7 @@ def read_program(program: jax.stages.Compiled, mesh: Mesh, seconds: float) -> Co
     device = mesh.devices.flat[0].device_kind
     target = next((text for text in TARGETS.values() if device in text), "")
     whole = re.search(r"device_memory_size: (\d+)", target)
+    # JAX preallocates this share of a GPU, 0.75 unless the variable says otherwise.
     share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
     limit = share * int(whole[1]) if whole else math.inf
     return Compiled(device, mesh.size, memory, limit, seconds, messages, kernels, cycles, unknown)

@@ -28,6 +28,7 @@ def convergence_warning(
     solve: str, norms: Sequence[float], scale: float = 0.0, result: int = DONE
 ) -> str | None:
     """Return a warning on a solve with advice; None if it shows no problem."""
+    # Norms below zero were not measured.
     measured = [norm for norm in norms if norm >= 0]
     if (
         result != FELL_BACK
@@ -35,6 +36,8 @@ def convergence_warning(
         and measured[-1] > measured[0] > 0
         and max(measured) > _ROUNDING * scale
     ):
+        # Divergence is shown by norms that grow from the first to the last
+        # iteration; near rounding, norms go up and down by chance.
         listed = ", ".join(f"{norm:.2g}" for norm in measured)
         grown = f"{listed}; factor {measured[-1] / measured[0]:.3g}"
         return f"the {solve} residual grows over the cycles ({grown}): {ADVICE}."
@@ -53,6 +56,7 @@ def divergence_message(step: int, metrics: Metrics, batch: Batch) -> str:
             f"that the loss is {loss}. Labels "
             "are integers from 0 to the number of classes less one; negative ones do not count."
         )
+    # A single number of the data that is not finite makes everything after it so, and is the cause to name first.
     for path, leaf in jax.tree.leaves_with_path(batch):
         if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and (
             count := int(jnp.sum(~jnp.isfinite(leaf)))
