@@ -69,7 +69,7 @@ def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
 
 
 def _flops(equation: core.JaxprEqn, terms: int | None) -> float:
-    """Flops of a product; 0 if it does not count."""
+    """Return the flops of a product; 0 if its sums do not have ``terms`` terms."""
     shape = array_type(equation.invars[0]).shape
     # The dimension numbers of `dot_general` are the contracted axes and the batch axes, of both operands each.
     (contracted, _), _ = equation.params["dimension_numbers"]
@@ -80,12 +80,12 @@ def _flops(equation: core.JaxprEqn, terms: int | None) -> float:
 
 
 def depth_of(jaxpr: core.Jaxpr, terms: int | None = None) -> float:
-    """Length of the longest chain of products in which each needs the one before; `cost_of` says which count."""
+    """Return the length of the longest chain of products in which each needs the one before; ``terms`` is as for `cost_of`."""
     return max(_depths(jaxpr, [0.0] * len(jaxpr.invars), terms), default=0.0)
 
 
 def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], terms: int | None) -> list[float]:
-    """Depth of each output, given the depths of the inputs."""
+    """Return the depth of each output, given the depths of the inputs."""
 
     def operation(equation: core.JaxprEqn, operands: list[float]) -> Sequence[float]:
         if equation.primitive.name == "scan":
@@ -125,7 +125,7 @@ def _scan_depths(
 
 
 def draws_alone(jaxpr: core.Jaxpr) -> bool:
-    """Whether a program draws from keys that draw other numbers in a batch."""
+    """Return whether a program draws from keys that draw other numbers in a batch."""
     equations = list(walk(jaxpr.eqns))
     kinds = {str(getattr(v.aval, "dtype", "")) for e in equations for v in e.invars}
     names = {e.primitive.name for e in equations}
@@ -136,13 +136,13 @@ _OPAQUE = ("callback", "ffi_call", "custom_call", "custom_partitioning", "pallas
 
 
 def opaque(jaxpr: core.Jaxpr) -> bool:
-    """Whether a program calls code of unknown cost, printing aside."""
+    """Return whether a program calls code of unknown cost. Printing does not count, because it changes no result."""
     names = {equation.primitive.name for equation in walk(jaxpr.eqns)} - {"debug_callback"}
     return any(part in name for name in names for part in _OPAQUE)
 
 
 def most_alive(jaxpr: core.Jaxpr) -> int:
-    """Most bytes of arrays that are alive at the same time in a program. Inputs do not count."""
+    """Return the largest number of bytes of arrays that are alive at the same time in a program. Inputs do not count."""
     last: dict[core.Var, int] = {}
     for number, equation in enumerate(jaxpr.eqns):
         last.update((v, number) for v in equation.invars if not isinstance(v, core.Literal))

@@ -94,10 +94,12 @@ _GAIN = 0.55  # most of the time of serial propagation that another pair may be 
 # to compile for each, in their many copies of the step, which pays after 2,500 calls.
 _COMPILING = 2e-5
 _ITERATIONS, _RELAXATIONS = 10, 16
+# The fixed costs of one kernel through the layers: it takes as long as 30 launches of other kernels, and moves as many bytes
+# as 2 evaluations of all layers.
 _STARTS, _MOVED = (
     30,
     2,
-)  # of the kernel: other kernels, and evaluations of all layers that move as many bytes
+)
 MOST_NUMBERS = 256  # of an example's state, for Jacobians
 
 
@@ -152,7 +154,7 @@ def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
 
 
 def _serial(at: Layers) -> float:
-    """Seconds of serial propagation and its gradient, over several workers of a relay."""
+    """Return the seconds of serial propagation and its gradient. Over several workers it is a relay, whose turns cost more."""
     p, others = at.processor, at.workers - 1
     turns = at.workers * p.launch * p.turn_kernels * at.footprint.kernels
     turns += at.layers * p.turn_passes * at.state / p.bandwidth
@@ -166,7 +168,7 @@ def _message(at: Layers) -> float:
 
 
 def _sweeps(at: Layers, rtol: float) -> tuple[float, Pair]:
-    """Sweeps over all layers, as many as cost what serial propagation costs."""
+    """Return the time of sweeps over all layers, with a budget of as many sweeps as cost what serial propagation costs."""
     mine = math.ceil(at.layers / at.workers)
     # A prefix sum over W workers takes about log2 W messages.
     messages = 0 if at.workers == 1 else 2 + (at.workers - 1).bit_length()
@@ -188,7 +190,10 @@ def _sweeps(at: Layers, rtol: float) -> tuple[float, Pair]:
 
 
 def _kernel(at: Layers) -> tuple[float, Pair]:
-    """A kernel through all layers, or through intervals of them: two iterations forward and one back, and the last march."""
+    """Return the time of one kernel through all layers, or through intervals of them.
+
+    Intervals take two iterations forward, one back, and a last march.
+    """
     if not (at.places and at.processor.kernel_step):
         return math.inf, SERIAL
     count = intervals(at.layers, at.places)
@@ -203,7 +208,7 @@ def _kernel(at: Layers) -> tuple[float, Pair]:
 
 
 def _newton(at: Layers, rtol: float) -> tuple[float, Pair]:
-    """Newton's method on a recurrent network with a small state, on a device that a layer does not fill.
+    """Return the time of Newton's method on a recurrent network with a small state, on a device that a layer does not fill.
 
     Iterations are in proportion to the digits of the tolerance, as where errors fall by a factor: with shared Jacobians they do,
     with others fewer are enough.

@@ -79,7 +79,7 @@ def footprint(
 
 
 def _at_once_cost(program: core.Jaxpr) -> float:
-    """Flops of products and numbers of other operations of a layer in a batch."""
+    """Return the flops and the numbers of other operations of one layer that is evaluated in a batch."""
 
     def layers(*arguments: jax.Array) -> list[jax.Array]:
         consts = arguments[: len(program.constvars)]

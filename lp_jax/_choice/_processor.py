@@ -60,7 +60,7 @@ class Processor:
     kernel_step: float | None = None
 
     def at_once(self, layer: Footprint, steps: int) -> int:
-        """Number of ``steps`` layers that are evaluated at once."""
+        """Return how many of ``steps`` layers are evaluated at once."""
         if not layer.counted:
             return 1
         each = max(1, layer.operands + 2 * layer.working)  # working memory is written and read
@@ -69,7 +69,7 @@ class Processor:
         return max(1, min(steps, _CHUNK_BYTES // each))
 
     def one(self, layer: Footprint, *, steps: int, bandwidth: float | None = None) -> float:
-        """Seconds of a layer's arithmetic, one of ``steps`` layers, without the start of its kernels.
+        """Return the seconds of a layer's arithmetic, one of ``steps`` layers, without the start of its kernels.
 
         ``bandwidth`` is that of its states, by default the memory's.
         """
@@ -80,12 +80,12 @@ class Processor:
         return max((layer.flops + 2 * products) / self.flops, read + moved)
 
     def swept(self, layer: Footprint, steps: int) -> float:
-        """Bytes a second of the states in a sweep over ``steps`` layers."""
+        """Return the bytes a second of the states in a sweep over ``steps`` layers."""
         cached = steps * layer.working <= self.cached_states
         return self.cache_bandwidth if cached else self.bandwidth
 
     def serial(self, layer: Footprint, steps: int, workers: int = 1) -> tuple[float, float]:
-        """Seconds of serial propagation through ``steps`` layers: forward, and the further seconds of the gradient.
+        """Return the seconds of serial propagation through ``steps`` layers: forward, and the further seconds of the gradient.
 
         Over several ``workers`` it is a relay, without its messages.
         """
@@ -100,7 +100,7 @@ class Processor:
         return steps * (started + one), steps * back
 
     def two_passes(self, layer: Footprint) -> bool:
-        """Whether a relay forms gradients apart from cotangents; on a CPU not those of products of few rows or flops.
+        """Return whether a relay forms gradients apart from cotangents. On a CPU products of few rows or flops are not worth it.
 
         Layers whose cost is not known, such as those with callbacks, may be as dear as any.
         """
@@ -108,7 +108,7 @@ class Processor:
         return self.wide or worth or not layer.counted
 
     def batch(self, layer: Footprint, steps: int) -> float:
-        """Seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
+        """Return the seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
         starts = (layer.kernels + OF_A_SUM) * math.ceil(steps / self.at_once(layer, steps))
         one = layer.branches * self.one(layer, steps=steps, bandwidth=self.swept(layer, steps))
         one += self.few_rows * layer.few * layer.kernels
@@ -119,7 +119,7 @@ class Processor:
         return matrices * (_PASSES * 4 * numbers**2 / self.bandwidth + 2 * numbers**3 / self.flops)
 
     def serial_unroll(self, layer: Footprint) -> int:
-        """Number of turns of serial propagation to unroll."""
+        """Return the number of turns of serial propagation to unroll."""
         if self.launches:
             return _SOME
         fused = layer.few or (layer.one_row and self.row_kernel < self.kernel)
@@ -128,11 +128,14 @@ class Processor:
         return _SOME if fits and layer.flops >= _UNROLL_FLOPS else 1
 
     def contracts(self, layer: Footprint) -> bool:
-        """Whether gradients of weights that layers share are one product after the loop; JAX's own fuse in unrolled turns."""
+        """Return whether gradients of shared weights are formed by one product after the loop.
+
+        In unrolled turns they are not, because XLA fuses the products of JAX's own derivative there.
+        """
         return self.wide and (self.launches or self.serial_unroll(layer) == 1)
 
     def multiplies(self, flops: float) -> bool:
-        """Whether to solve a chain of linear maps by products of maps, of ``flops`` each if known, and not map after map."""
+        """Return whether to solve a chain of linear maps by products of maps instead of map after map; ``flops`` are a product's."""
         return self.wide or (isinstance(flops, int | float) and flops <= self.chain_flops)
 
     def loop_unroll(self, count: int, body: Callable[..., PyTree], *arguments: PyTree) -> int:

@@ -1,4 +1,4 @@
-"""A stack of layers as one module, solved layer-parallel; weights of its own for each layer, or a spline of depth."""
+"""A stack of layers as one module that is solved layer-parallel. Each layer has its own weights, or all share a spline."""
 
 import dataclasses
 import functools

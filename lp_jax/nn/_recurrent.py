@@ -193,7 +193,10 @@ class GRU(Solved):
 
 
 class _Cell(Solved):
-    """A cell from sequences to the states of all times: one ``kernel`` for three gates, and their ``recurrent`` diagonals."""
+    """Base of cells with diagonal recurrent matrices, from sequences to the hidden states of all times.
+
+    One ``kernel``, ``(features, 3 hidden)``, makes the inputs' part of three gates; ``recurrent`` holds the diagonals.
+    """
 
     diagonals: int
     arrays: int  # of a state; the last one is the output

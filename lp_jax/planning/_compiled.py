@@ -84,7 +84,7 @@ def topology(name: str, **axes: int) -> Mesh:
 
 
 def mesh_on(on: str | Mesh) -> Mesh:
-    """The mesh of a name, or the mesh that is given."""
+    """Return the mesh that `topology` makes of a name; a mesh is returned as it is."""
     return topology(on) if isinstance(on, str) else on
 
 
@@ -117,11 +117,11 @@ class Compiled:
     seconds: float
     """Time to compile."""
     messages: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    """How often each collective runs, and the bytes that it brings."""
+    """For each collective, the number of times that it runs and the bytes that it brings."""
     kernels: int = 0
-    """Launches, those in loops as often as these turn."""
+    """Number of kernel launches. A launch in a loop counts once for each turn."""
     cycles: int = 0
-    """Of a TPU's core, as its compiler estimates them; 0 for a GPU, whose compiler does not."""
+    """Cycles of a TPU's core, as its compiler estimates them; 0 for a GPU, because its compiler estimates none."""
     unknown_loops: int = 0
     """Loops that turn until something happens, such as a tolerance that is met. They count as one turn."""
 
@@ -206,7 +206,7 @@ def lower(f: Callable[..., PyTree], shapes: PyTree, mesh: Mesh) -> jax.stages.Lo
 
 
 def read_program(program: jax.stages.Compiled, mesh: Mesh, seconds: float) -> Compiled:
-    """Read what was compiled, in so many seconds."""
+    """Return memory, messages and work of a compiled program; ``seconds`` is the time that it took to compile."""
     text, size = Text(program.as_text() or ""), program.memory_analysis()
     assert size is not None
     messages: dict[str, tuple[int, int]] = {}

@@ -117,7 +117,10 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """Whether the chain forgets a small disturbance, keeps it (a factor of 0.1 to 10) or amplifies it; who converges."""
+        """Whether the chain forgets a small disturbance, keeps it or amplifies it, and which solvers converge.
+
+        It keeps a disturbance that grows by a factor of 0.1 to 10.
+        """
         kind = (
             "forgets"
             if self.growth <= 0.1

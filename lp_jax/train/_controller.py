@@ -99,7 +99,7 @@ class Controller:
         return self._decision(self._within([solver.rtol, adjoint_solver.rtol]))
 
     def due(self, step: int) -> bool:
-        """Whether to probe before this step, the first being 0."""
+        """Return whether to probe before this step; the first step is 0."""
         return step in (0, 8, 64) or step % self.probe_every == 0
 
     def solvers(

@@ -1,4 +1,4 @@
-"""A regulariser that keeps layers solvable by a few sweeps."""
+"""A penalty in the loss that keeps a network solvable by a few sweeps."""
 
 import functools
 

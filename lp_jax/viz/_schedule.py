@@ -136,7 +136,7 @@ def schedule(
 
 
 def _layers(run: slice) -> str:
-    """Return the layers of a worker in words."""
+    """Return the layers of a worker in words, such as "layers 0-7"."""
     if run.stop - run.start > 1:
         return f"layers {run.start}-{run.stop - 1}"
     return f"layer {run.start}" if run.stop > run.start else "no layers"

@@ -55,7 +55,7 @@ class Picture(Figure):
     """A figure that a notebook shows where it is the last expression of a cell, without pyplot."""
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """The image, and the size at which a notebook shows it: more pixels than that, for sharp screens."""
+        """Return the image, and the size at which a notebook shows it. The image has more pixels than that, for sharp screens."""
         # A figure that is made without pyplot has no manager that would show it, but a notebook calls this method.
         image = io.BytesIO()
         self.savefig(image, format="png")
