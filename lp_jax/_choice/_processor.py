@@ -135,7 +135,7 @@ class Processor:
         return self.wide and (self.launches or self.serial_unroll(layer) == 1)
 
     def multiplies(self, flops: float) -> bool:
-        """Return whether to solve a chain of linear maps by products of maps instead of map after map; ``flops`` are a product's."""
+        """Return whether to solve a chain of linear maps by products of maps, not map after map; ``flops`` are a product's."""
         return self.wide or (isinstance(flops, int | float) and flops <= self.chain_flops)
 
     def loop_unroll(self, count: int, body: Callable[..., PyTree], *arguments: PyTree) -> int:

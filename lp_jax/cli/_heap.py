@@ -27,10 +27,9 @@ def keep_heap() -> None:
     if any(name in os.environ for name in _OWN):
         return
     with contextlib.suppress(AttributeError, OSError):
-        # `CDLL(None)` looks names up in the running process. Only glibc has `mallopt`; elsewhere this is an AttributeError.
+        # `CDLL(None)` looks names up in the running process. A C library without `mallopt` raises AttributeError.
         mallopt = ctypes.CDLL(None).mallopt
-        # The top of the heap is trimmed beyond 2 GiB only, the heap grows by 256
-        # MiB at a time, and no array is mapped on its own,
-        # because such a mapping goes back to the system when it is freed.
+        # The top of the heap is trimmed beyond 2 GiB only, and the heap grows by 256 MiB at a time. No array is mapped on
+        # its own, because such a mapping goes back to the system when it is freed.
         for option, value in ((_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 2**28), (_MMAP_MAX, 0)):
             mallopt(option, value)

@@ -94,8 +94,8 @@ def _products_bwd(
     def add(total: jax.Array, images: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Add the kernel's cotangent of these images, a product of their patches with the shifted cotangents of y."""
         x, y_bar = images
-        # This is the transpose of the sum over i in the head of this module: the cotangent of z at row h and tap i is
-        # the cotangent of y at row h - i, which is the shift by the mirrored tap.
+        # This is the transpose of the sum over i in the head of this module: the cotangent of z at row h and tap i is the
+        # cotangent of y at row h - i, which is the shift by the mirrored tap.
         z_bar = jnp.concatenate(_shifted(y_bar, outer)[::-1], axis=-1)
         patches = _patches(x, last).reshape(-1, last * inputs)
         folded = _product(patches.T, z_bar.reshape(len(patches), -1))

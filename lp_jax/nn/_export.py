@@ -52,8 +52,8 @@ def save(path: StrPath, params: PyTree) -> None:
     """
     path = Path(path)
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(params)[0].items()}
-    # The file is written under another name and then renamed, because a rename within a folder is atomic: a reader sees
-    # the old file or the new one, also if the process is killed meanwhile.
+    # The file is written under another name and then renamed, because a rename within a folder is atomic: a reader sees the
+    # old file or the new one, also if the process is killed meanwhile.
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         safetensors.numpy.save_file(arrays, unfinished)

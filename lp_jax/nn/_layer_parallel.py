@@ -175,8 +175,8 @@ class LayerParallel(Solved):
         update them once per call, from the final sweep; in ``eval()`` mode they do not.
         """
         solution = super().solve(*inputs, **options)
-        # The aux of `TrunkStep` are the new running statistics, leaves (num_layers, ...). A solve cannot write them itself: it
-        # evaluates a layer several times, and only the final sweep counts.
+        # The aux of `TrunkStep` are the new running statistics, leaves (num_layers, ...). A solve cannot write them itself:
+        # it evaluates a layer several times, and only the final sweep counts.
         if solution.aux is not None:
             nnx.update(self.layers, solution.aux)
         return solution

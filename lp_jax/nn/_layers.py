@@ -95,6 +95,8 @@ class DenseResidual(nnx.Module):
         self.activation = activation
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
+        # With a dtype of products other than the state's, the term is cast back,
+        # so that every layer returns the dtype that it got.
         f = self.outer(self.activation(self.inner(self.norm(y))))
         return y + dt * f.astype(y.dtype)
 
@@ -130,6 +132,7 @@ class ConvResidual(nnx.Module):
         self.activation = activation
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
+        # The shapes stay (batch, *space, channels) all through.
         hidden = self.activation(self.norm1(self.conv1(y)))
         f = self.activation(self.norm2(self.conv2(hidden)))
         return y + dt * f.astype(y.dtype)

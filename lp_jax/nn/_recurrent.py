@@ -43,9 +43,8 @@ class GRUStep:
         out: list[jax.Array] = []
         for number, h in enumerate(y):
             if number > 0:
-                # The first unit's part of the gates comes with the data, for all times at
-                # once. A later unit sees the new state of the unit
-                # below it, which exists only within the step.
+                # The first unit's part of the gates comes with the data, for all times at once. A later unit sees the new
+                # state of the unit below it, which exists only within the step.
                 inputs = gates(out[-1], between[number - 1])
             xr, xz, xn = inputs
             hr, hz, hn = gates(h, recurrent[number])

@@ -193,6 +193,7 @@ class Plan:
             options = [
                 (seconds, split) for split in splits if (seconds := best(*split)) is not None
             ]
+            # Tuples compare by their first number, so this is the fastest split.
             both, split = min(options, default=(None, (count, 1)))
             piped = fastest_pipeline(self.layers, self.machine, count).cost.seconds
             turns = piped if 1 < count <= self.layers else None

@@ -183,8 +183,8 @@ def _measure(
         return jax.tree.map(lambda x: x[begin:end] if jnp.ndim(x) else x, batch)
 
     gradient_of = jax.grad(loss_fn, has_aux=True)
-    # The difference to the exact gradient has two parts: the error of the forward solve, which remains with an exact adjoint,
-    # and the error of the adjoint solve.
+    # The difference to the exact gradient has two parts: the error of the forward solve, which remains with an exact
+    # adjoint, and the error of the adjoint solve.
     exact, _ = gradient_of(params, batch, Serial(), Serial())
     with_exact_adjoint, _ = gradient_of(params, batch, solver, Serial())
     gradient, info = gradient_of(params, batch, solver, adjoint_solver)

@@ -74,9 +74,8 @@ def scale_by_lbfgs(
         vectors = jax.tree.map(
             lambda s, y, g: jnp.concatenate([s, y, g[..., None]], axis=-1), steps, changes, gradient
         )
-        # The direction is a combination of steps, changes and the gradient. Its
-        # 2m + 1 coefficients depend on the matrix of inner
-        # products, (2m + 1, 2m + 1), whose entries the ranks add.
+        # The direction is a combination of steps, changes and the gradient. Its 2m + 1 coefficients depend on the matrix of
+        # inner products, (2m + 1, 2m + 1), whose entries the ranks add.
         coefficients = _coefficients(total(ranks, jax.tree.map(products, vectors)), state.updates)
         direction = jax.tree.map(lambda x: x @ coefficients.astype(x.dtype), vectors)
         return direction, LBFGSState(state.updates + 1, params, gradient, steps, changes)

@@ -126,9 +126,8 @@ def make_train_step(
 
         guess, adjoint_guess = state.restart or (None, None)
         gradient_fn = (value_and_grad if watch else jax.value_and_grad)(
-            # The derivative by the adjoint guess is the adjoint trajectory: the
-            # solve defines it so, because a custom_vjp has no
-            # other way out of the backward pass. It is None without a restart.
+            # The derivative by the adjoint guess is the adjoint trajectory: the solve defines it so, because a custom_vjp
+            # has no other way out of the backward pass. It is None without a restart.
             loss_of,
             argnums=(0, 1),
             has_aux=True,
