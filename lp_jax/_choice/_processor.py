@@ -40,15 +40,14 @@ class Processor:
     unroll_bytes: float = 2**13
     unroll_kernels: float = 4
     unrolled: float = 1.0
-    # Adding increments up and measuring their change takes, besides, so many
-    # kernels each time that the number of layers doubles,
-    # and passes over the states; of which so many bytes stay in the cache in a sweep.
+    # A sweep adds increments up and measures their change. This takes `sum_kernels` kernels each time that the number of
+    # layers doubles, and `sum_passes` passes over the states. States of up to `cached_states` bytes stay in the cache.
     sum_kernels: float = 0.0
     sum_passes: float = 0.0
     cached_states: float = 0.0
-    # In a relay: the part of a gradient's kernels that form the weights'
-    # gradients, on all workers at once; and where each worker
-    # takes part in the turns of all, and selects, so many kernels for each of a layer in a turn, and passes over its states.
+    # In a relay, `of_weights` is the part of a gradient's kernels that form the weights' gradients, on all workers at once.
+    # Each worker takes part in the turns of all and selects its own result, which takes `turn_kernels` kernels for each kernel
+    # of a layer in a turn, and `turn_passes` passes over its states.
     of_weights: float = 0.5
     turn_kernels: float = 0.0
     turn_passes: float = 0.0

@@ -120,6 +120,7 @@ def _named(tree: PyTree) -> tuple[dict[str, jax.Array | np.ndarray], jax.tree_ut
     """Return the arrays by their names, and the structure of the tree."""
     if isinstance(tree, nnx.Module):
         tree = nnx.state(tree, (nnx.Param, nnx.BatchStat))
+    # A pure dict has keys only, without the variables of NNX, whose names would otherwise be part of the paths.
     if isinstance(tree, nnx.State):
         tree = nnx.to_pure_dict(tree)
     leaves, structure = jax.tree.flatten_with_path(tree)

@@ -56,6 +56,7 @@ class Attention(nnx.Module):
         self.heads = heads
         self.norm = norm(width)
         if cross:
+            # The memory is a state, too, and has a layer norm of its own.
             self.norm_memory = norm(width)
             self.query = linear(width, width)
             self.key_value = linear(width, 2 * width)
@@ -81,6 +82,7 @@ class Attention(nnx.Module):
         q, k, v = (x.reshape(*x.shape[:-1], self.heads, -1) for x in (q, k, v))
         # A mask of positions becomes (batch, heads, queries, keys): all heads and all queries see the same positions.
         visible = None if mask is None else mask[:, None, None, :]
+        # The test is on the dtype of q, because the products may have another dtype than the state.
         attend = _attend_in_double if q.dtype == jnp.float64 else jax.nn.dot_product_attention
         out = attend(q, k, v, mask=visible, is_causal=causal)
         return self.out(out.reshape(*out.shape[:-2], -1)).astype(y.dtype)
