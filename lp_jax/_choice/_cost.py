@@ -47,6 +47,7 @@ def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
             flops += _flops(equation, terms)
             kernels += 2
         elif programs := called(equation):
+            # Tuples compare by their first number, the flops, so this is the branch with the most flops.
             each = max(cost_of(program, terms) for program in programs)
             turns = equation.params["length"] if name == "scan" else 1
             flops += turns * each.flops
@@ -55,6 +56,7 @@ def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
             kernels += each.kernels if turns == 1 else turns * (each.kernels + 1)
         elif name == "conv_general_dilated":
             shape = array_type(equation.invars[1]).shape
+            # `rhs_spec` has the kernel's axis of output features first. An output is a sum over all its other axes.
             out = equation.params["dimension_numbers"].rhs_spec[0]
             products = results[0] * math.prod(shape) / shape[out]
             numbers += products
@@ -67,8 +69,9 @@ def cost_of(jaxpr: core.Jaxpr, terms: int | None = None) -> Cost:
 
 
 def _flops(equation: core.JaxprEqn, terms: int | None) -> float:
-    """Flops of a product; 0 if it does not count."""
+    """Return the flops of a product; 0 if its sums do not have ``terms`` terms."""
     shape = array_type(equation.invars[0]).shape
+    # The dimension numbers of `dot_general` are the contracted axes and the batch axes, of both operands each.
     (contracted, _), _ = equation.params["dimension_numbers"]
     summed = math.prod(shape[i] for i in contracted)
     if terms not in (None, summed):
@@ -77,16 +80,17 @@ def _flops(equation: core.JaxprEqn, terms: int | None) -> float:
 
 
 def depth_of(jaxpr: core.Jaxpr, terms: int | None = None) -> float:
-    """Length of the longest chain of products in which each needs the one before; `cost_of` says which count."""
+    """Return the length of the longest chain of products in which each needs the one before; ``terms`` is as for `cost_of`."""
     return max(_depths(jaxpr, [0.0] * len(jaxpr.invars), terms), default=0.0)
 
 
 def _depths(jaxpr: core.Jaxpr, entering: Sequence[float], terms: int | None) -> list[float]:
-    """Depth of each output, given the depths of the inputs."""
+    """Return the depth of each output, given the depths of the inputs."""
 
     def operation(equation: core.JaxprEqn, operands: list[float]) -> Sequence[float]:
         if equation.primitive.name == "scan":
             return _scan_depths(equation, operands, terms)
+        # The first operand of `cond` is the index, which its branches do not get but its results wait for.
         first = int(equation.primitive.name == "cond")
         if ends := [_depths(program, operands[first:], terms) for program in called(equation)]:
             return [max((*operands[:first], *each)) for each in zip(*ends, strict=True)]
@@ -121,7 +125,7 @@ def _scan_depths(
 
 
 def draws_alone(jaxpr: core.Jaxpr) -> bool:
-    """Whether a program draws from keys that draw other numbers in a batch."""
+    """Return whether a program draws from keys that draw other numbers in a batch."""
     equations = list(walk(jaxpr.eqns))
     kinds = {str(getattr(v.aval, "dtype", "")) for e in equations for v in e.invars}
     names = {e.primitive.name for e in equations}
@@ -132,21 +136,23 @@ _OPAQUE = ("callback", "ffi_call", "custom_call", "custom_partitioning", "pallas
 
 
 def opaque(jaxpr: core.Jaxpr) -> bool:
-    """Whether a program calls code of unknown cost, printing aside."""
+    """Return whether a program calls code of unknown cost. Printing does not count, because it changes no result."""
     names = {equation.primitive.name for equation in walk(jaxpr.eqns)} - {"debug_callback"}
     return any(part in name for name in names for part in _OPAQUE)
 
 
 def most_alive(jaxpr: core.Jaxpr) -> int:
-    """Most bytes of arrays that are alive at the same time in a program. Inputs do not count."""
+    """Return the largest number of bytes of arrays that are alive at the same time in a program. Inputs do not count."""
     last: dict[core.Var, int] = {}
     for number, equation in enumerate(jaxpr.eqns):
         last.update((v, number) for v in equation.invars if not isinstance(v, core.Literal))
+    # A result lives until the end of the program.
     last.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if not isinstance(v, core.Literal))
     alive: dict[core.Var, int] = {}
     most = 0
     for number, equation in enumerate(jaxpr.eqns):
         alive.update((v, _nbytes(v)) for v in equation.outvars if v in last)
+        # The outputs of a called program are alive both inside and outside, and count once.
         within = max(map(most_alive, inside(equation)), default=0)
         most = max(most, sum(alive.values()) + max(0, within - sum(map(_nbytes, equation.outvars))))
         alive = {v: size for v, size in alive.items() if last[v] > number}

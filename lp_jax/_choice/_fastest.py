@@ -89,14 +89,17 @@ SWEEPS = sweeps_to(1e-3)
 _LT = 2 / 3  # Lipschitz constant of the layers times the time of the network
 _LAST = 3  # sweeps that a solve makes besides: the last evaluations, the gradient
 _GAIN = 0.55  # most of the time of serial propagation that another pair may be predicted to take
-# Seconds that sweeps and Newton's method must save in a call for each operation of the step's program: they take some 50 ms more
+# Seconds that sweeps and Newton's method must save in a call for each
+# operation of the step's program: they take some 50 ms more
 # to compile for each, in their many copies of the step, which pays after 2,500 calls.
 _COMPILING = 2e-5
 _ITERATIONS, _RELAXATIONS = 10, 16
+# The fixed costs of one kernel through the layers: it takes as long as 30 launches of other kernels, and moves as many bytes
+# as 2 evaluations of all layers.
 _STARTS, _MOVED = (
     30,
     2,
-)  # of the kernel: other kernels, and evaluations of all layers that move as many bytes
+)
 MOST_NUMBERS = 256  # of an example's state, for Jacobians
 
 
@@ -108,16 +111,16 @@ class Layers(NamedTuple):
     workers: int
     processor: Processor
     state: int  # bytes of the state
-    examples: (
-        int  # along the first axis of the state, if the layer's program keeps them apart; else 0
-    )
+    # number of examples along the first axis of the state, if the layer's program keeps them apart; else 0
+    examples: int
     numbers: int  # of an example's state
     recurrent: bool  # whether all layers have the same weights
-    driven: bool = False  # whether each layer has arrays of its own all the same: the inputs of a recurrent network
-    in_place: int = 0  # leaves of the state, if a layer combines only numbers at equal positions of them; else 0
-    places: int = (
-        0  # numbers of a leaf of the state, if a kernel may march through the layers; else 0
-    )
+    # whether each layer has arrays of its own although the weights are shared, like the inputs of a recurrent network
+    driven: bool = False
+    # number of leaves of the state, if a layer combines only numbers at equal positions of them; else 0
+    in_place: int = 0
+    # numbers in a leaf of the state, if one kernel may march through all layers; else 0
+    places: int = 0
 
 
 def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
@@ -129,6 +132,7 @@ def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
     may cost as much as serial propagation, so that on a network on which they fail they at most double its time.
     """
     serial = _serial(layers)
+    # Without a known cost nothing can be compared, so the solver that always works is taken.
     if not layers.footprint.counted:
         return SERIAL, serial
     options = [_kernel(layers)]
@@ -138,6 +142,7 @@ def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
         moving = layers.recurrent and layers.driven
         if not moving and not layers.places:  # a kernel is exact, and moves fewer bytes
             options.append(_sweeps(layers, rtol))
+    # Sweeps and Newton's method, which have tolerances, compile the step many times, and must earn that back.
     compiled = serial - _COMPILING * layers.footprint.operations
     faster = [
         (seconds, pair)
@@ -149,7 +154,7 @@ def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
 
 
 def _serial(at: Layers) -> float:
-    """Seconds of serial propagation and its gradient, over several workers of a relay."""
+    """Return the seconds of serial propagation and its gradient. Over several workers it is a relay, whose turns cost more."""
     p, others = at.processor, at.workers - 1
     turns = at.workers * p.launch * p.turn_kernels * at.footprint.kernels
     turns += at.layers * p.turn_passes * at.state / p.bandwidth
@@ -163,8 +168,9 @@ def _message(at: Layers) -> float:
 
 
 def _sweeps(at: Layers, rtol: float) -> tuple[float, Pair]:
-    """Sweeps over all layers, as many as cost what serial propagation costs."""
+    """Return the time of sweeps over all layers, with a budget of as many sweeps as cost what serial propagation costs."""
     mine = math.ceil(at.layers / at.workers)
+    # A prefix sum over W workers takes about log2 W messages.
     messages = 0 if at.workers == 1 else 2 + (at.workers - 1).bit_length()
     p, levels = at.processor, (mine - 1).bit_length()
     summed = mine * p.sum_passes * at.state / p.swept(at.footprint, mine)
@@ -172,6 +178,7 @@ def _sweeps(at: Layers, rtol: float) -> tuple[float, Pair]:
     one = p.batch(at.footprint, mine) + summed + messages * _message(at)
     swept = sweeps_to(rtol)
     expected = [min(typical(s.rtol), at.layers) for s in swept]
+    # The budget of sweeps is shared in proportion to the expected numbers, so that both solves fail late alike.
     budget = int(min(_serial(at) / one, 1000)) - _LAST
     shares = [budget * sweeps // sum(expected) for sweeps in expected]
     if any(share < sweeps for share, sweeps in zip(shares, expected, strict=True)):
@@ -183,7 +190,10 @@ def _sweeps(at: Layers, rtol: float) -> tuple[float, Pair]:
 
 
 def _kernel(at: Layers) -> tuple[float, Pair]:
-    """A kernel through all layers, or through intervals of them: two iterations forward and one back, and the last march."""
+    """Return the time of one kernel through all layers, or through intervals of them.
+
+    Intervals take two iterations forward, one back, and a last march.
+    """
     if not (at.places and at.processor.kernel_step):
         return math.inf, SERIAL
     count = intervals(at.layers, at.places)
@@ -198,7 +208,7 @@ def _kernel(at: Layers) -> tuple[float, Pair]:
 
 
 def _newton(at: Layers, rtol: float) -> tuple[float, Pair]:
-    """Newton's method on a recurrent network with a small state, on a device that a layer does not fill.
+    """Return the time of Newton's method on a recurrent network with a small state, on a device that a layer does not fill.
 
     Iterations are in proportion to the digits of the tolerance, as where errors fall by a factor: with shared Jacobians they do,
     with others fewer are enough.

@@ -20,13 +20,16 @@ class Footprint(NamedTuple):
     operands: int  # bytes of the layer's own parameters and data
     working: int  # bytes of its states and of the arrays that are alive between them
     flops: float  # of its products
-    counted: bool = True  # whether these numbers are known; not with a callback or a foreign call in the program
-    few: bool = False  # whether gradients of weights are sums of two to a few outer products: see `with_few_terms`
+    # whether these numbers are known; they are not if the program has a callback or a foreign call
+    counted: bool = True
+    # whether the gradients of weights are sums of two to a few outer products: see `with_few_terms`
+    few: bool = False
     one_row: bool = False  # whether all of its products have one row
     numbers: float = 0.0  # that its other operations compute; a convolution counts its products
     convolved: float = 0.0  # of these, products of convolutions, beyond one for each result
     kernels: int = 1  # its products and reductions, with those operations that fuse with them
-    branches: float = 1.0  # work in a batch of layers relative to this, as a batch evaluates all branches of a switch
+    # work in a batch of layers relative to one layer's, because a batch evaluates all branches of a switch
+    branches: float = 1.0
     operations: int = 0  # of its program; the time to compile grows with them
     # whether a batch of layers would compute something else than one layer after another
     alone: bool = False
@@ -54,6 +57,7 @@ def footprint(
     alone = draws_alone(program)
     few = has_few(program, terms, least=2)
     operations = list(walk(program.eqns))
+    # `vmap` turns a switch with an index for each layer into a selection among all branches, each of which is evaluated.
     switches = batched and any(equation.primitive.name == "cond" for equation in operations)
     branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches else 1.0
     one_row = has_few(program, 1) and not has_few(program, sys.maxsize, least=2)
@@ -61,6 +65,7 @@ def footprint(
         operands=nbytes,
         working=most_alive(program),
         flops=flops,
+        # A layer that draws other numbers in a batch must not be batched, so its cost is no use to the choice.
         counted=not (alone or opaque(program)),
         few=few,
         one_row=one_row,
@@ -74,13 +79,14 @@ def footprint(
 
 
 def _at_once_cost(program: core.Jaxpr) -> float:
-    """Flops of products and numbers of other operations of a layer in a batch."""
+    """Return the flops and the numbers of other operations of one layer that is evaluated in a batch."""
 
     def layers(*arguments: jax.Array) -> list[jax.Array]:
         consts = arguments[: len(program.constvars)]
         operands = arguments[len(program.constvars) :]
         return jax.vmap(core.jaxpr_as_fun(core.ClosedJaxpr(program, consts)))(*operands)
 
+    # Two layers are the smallest batch; half its cost is that of a layer. Constants have no axis of layers.
     kinds = [*(((), v) for v in program.constvars), *(((2,), v) for v in program.invars)]
     shapes = [
         jax.ShapeDtypeStruct((*more, *array_type(v).shape), array_type(v).dtype)

@@ -40,13 +40,14 @@ class Processor:
     unroll_bytes: float = 2**13
     unroll_kernels: float = 4
     unrolled: float = 1.0
-    # Adding increments up and measuring their change takes, besides, so many kernels each time that the number of layers doubles,
-    # and passes over the states; of which so many bytes stay in the cache in a sweep.
+    # A sweep adds increments up and measures their change. This takes `sum_kernels` kernels each time that the number of
+    # layers doubles, and `sum_passes` passes over the states. States of up to `cached_states` bytes stay in the cache.
     sum_kernels: float = 0.0
     sum_passes: float = 0.0
     cached_states: float = 0.0
-    # In a relay: the part of a gradient's kernels that form the weights' gradients, on all workers at once; and where each worker
-    # takes part in the turns of all, and selects, so many kernels for each of a layer in a turn, and passes over its states.
+    # In a relay, `of_weights` is the part of a gradient's kernels that form the weights' gradients, on all workers at once.
+    # Each worker takes part in the turns of all and selects its own result, which takes `turn_kernels` kernels for each kernel
+    # of a layer in a turn, and `turn_passes` passes over its states.
     of_weights: float = 0.5
     turn_kernels: float = 0.0
     turn_passes: float = 0.0
@@ -58,7 +59,7 @@ class Processor:
     kernel_step: float | None = None
 
     def at_once(self, layer: Footprint, steps: int) -> int:
-        """Number of ``steps`` layers that are evaluated at once."""
+        """Return how many of ``steps`` layers are evaluated at once."""
         if not layer.counted:
             return 1
         each = max(1, layer.operands + 2 * layer.working)  # working memory is written and read
@@ -67,7 +68,7 @@ class Processor:
         return max(1, min(steps, _CHUNK_BYTES // each))
 
     def one(self, layer: Footprint, *, steps: int, bandwidth: float | None = None) -> float:
-        """Seconds of a layer's arithmetic, one of ``steps`` layers, without the start of its kernels.
+        """Return the seconds of a layer's arithmetic, one of ``steps`` layers, without the start of its kernels.
 
         ``bandwidth`` is that of its states, by default the memory's.
         """
@@ -78,12 +79,12 @@ class Processor:
         return max((layer.flops + 2 * products) / self.flops, read + moved)
 
     def swept(self, layer: Footprint, steps: int) -> float:
-        """Bytes a second of the states in a sweep over ``steps`` layers."""
+        """Return the bytes a second of the states in a sweep over ``steps`` layers."""
         cached = steps * layer.working <= self.cached_states
         return self.cache_bandwidth if cached else self.bandwidth
 
     def serial(self, layer: Footprint, steps: int, workers: int = 1) -> tuple[float, float]:
-        """Seconds of serial propagation through ``steps`` layers: forward, and the further seconds of the gradient.
+        """Return the seconds of serial propagation through ``steps`` layers: forward, and the further seconds of the gradient.
 
         Over several ``workers`` it is a relay, without its messages.
         """
@@ -98,7 +99,7 @@ class Processor:
         return steps * (started + one), steps * back
 
     def two_passes(self, layer: Footprint) -> bool:
-        """Whether a relay forms gradients apart from cotangents; on a CPU not those of products of few rows or flops.
+        """Return whether a relay forms gradients apart from cotangents. On a CPU products of few rows or flops are not worth it.
 
         Layers whose cost is not known, such as those with callbacks, may be as dear as any.
         """
@@ -106,7 +107,7 @@ class Processor:
         return self.wide or worth or not layer.counted
 
     def batch(self, layer: Footprint, steps: int) -> float:
-        """Seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
+        """Return the seconds of one sweep over ``steps`` layers: an evaluation of each, and a sum of their increments."""
         starts = (layer.kernels + OF_A_SUM) * math.ceil(steps / self.at_once(layer, steps))
         one = layer.branches * self.one(layer, steps=steps, bandwidth=self.swept(layer, steps))
         one += self.few_rows * layer.few * layer.kernels
@@ -117,7 +118,7 @@ class Processor:
         return matrices * (_PASSES * 4 * numbers**2 / self.bandwidth + 2 * numbers**3 / self.flops)
 
     def serial_unroll(self, layer: Footprint) -> int:
-        """Number of turns of serial propagation to unroll."""
+        """Return the number of turns of serial propagation to unroll."""
         if self.launches:
             return _SOME
         fused = layer.few or (layer.one_row and self.row_kernel < self.kernel)
@@ -126,11 +127,14 @@ class Processor:
         return _SOME if fits and layer.flops >= _UNROLL_FLOPS else 1
 
     def contracts(self, layer: Footprint) -> bool:
-        """Whether gradients of weights that layers share are one product after the loop; JAX's own fuse in unrolled turns."""
+        """Return whether gradients of shared weights are formed by one product after the loop.
+
+        In unrolled turns they are not, because XLA fuses the products of JAX's own derivative there.
+        """
         return self.wide and (self.launches or self.serial_unroll(layer) == 1)
 
     def multiplies(self, flops: float) -> bool:
-        """Whether to solve a chain of linear maps by products of maps, of ``flops`` each if known, and not map after map."""
+        """Return whether to solve a chain of linear maps by products of maps, not map after map; ``flops`` are a product's."""
         return self.wide or (isinstance(flops, int | float) and flops <= self.chain_flops)
 
     def loop_unroll(self, count: int, body: Callable[..., PyTree], *arguments: PyTree) -> int:
@@ -152,13 +156,15 @@ OF_A_SUM = 6  # kernels of the sums of increments in a sweep
 _SOME = 8  # turns of a loop that are unrolled
 _ALL = 16  # most turns of one that is unrolled as a whole
 _MOST = 2048  # operations of all turns that are unrolled
-# On a CPU: most bytes of layers that are all evaluated at once, and bytes of those that are where there are more. Layers of less
+# On a CPU: most bytes of layers that are all evaluated at once, and bytes
+# of those that are where there are more. Layers of less
 # than a flop per byte of operands are not split, as copying operands would cost more.
 _MOST_BYTES = 36_000_000
 _CHUNK_BYTES = 2**23
 # Where turns are not launched: least flops of a layer for which serial propagation is unrolled, because the compiler of a CPU
 # makes one kernel of a smaller loop. A layer with more kernels, such as a GRU's, is slower unrolled there, and takes four times
-# as long to compile. With products of a few rows it is not unrolled: the sums of outer products would be too, and are then slow.
+# as long to compile. With products of a few rows it is not unrolled: the
+# sums of outer products would be too, and are then slow.
 _UNROLL_FLOPS = 256
 # On a CPU: least flops of a layer whose gradient a relay forms in a loop of its own, as measured over two ranks.
 _APART_FLOPS = 4096
@@ -246,7 +252,8 @@ _GPUS = {
 }
 # By kind, of what JAX calls a device (the chip; of a TPU7x one of its two cores): flops a second of bfloat16 and bytes a second
 # of the memory (docs.cloud.google.com/tpu/docs), bytes of VMEM (jax/_src/pallas/mosaic/tpu_info.py; of a v4 its CMEM), bytes a
-# second of a link to a neighbour, one way (jax-ml.github.io/scaling-book/tpus), and cycles a second (flops over those of a cycle
+# second of a link to a neighbour, one way (jax-ml.github.io/scaling-
+# book/tpus), and cycles a second (flops over those of a cycle
 # of its matrix units).
 _TPUS = {
     "TPU v4": _tpu(2.75e14, 1.2e12, 1.34e8, 4.5e10, 1.05e9),

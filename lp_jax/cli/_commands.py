@@ -49,10 +49,12 @@ def run(args: Sequence[str]) -> None:
     command, rest = _choose("", _ABOUT, _COMMANDS, args)
     if command == "bench":
         suite, rest = _choose(command, _COMMANDS[command], _suites(), rest)
+        # The benchmarks are a package next to lp_jax in the repository, which is not installed.
         sys.path.insert(0, str(_BENCHMARKS.parent))
         sys.exit(importlib.import_module(f"benchmarks.{suite}").main(rest))
     if command == "plan":
         problem, rest = _choose(command, _COMMANDS[command], _PLANS, rest)
+        # A command is imported when it runs, because Flax, optax and matplotlib take seconds to import.
         importlib.import_module("lp_jax.cli._plan").run(problem, rest)
     elif command == "demo":
         importlib.import_module("lp_jax.cli._demo").run(rest)
@@ -64,6 +66,7 @@ def _choose(
     command: str, about: str, entries: Mapping[str, str], args: Sequence[str]
 ) -> tuple[str, list[str]]:
     """Return the first argument, an entry of the menu, and the arguments after it; print the menu if there are none."""
+    # A command without arguments shows its help.
     first, *rest = args or ["--help"]
     if first in entries:
         return first, rest
@@ -74,6 +77,7 @@ def _choose(
     parser.add_argument("--version", action="version", version=version, help="Version of lp_jax.")
     if first.startswith("-"):
         parser.parse_args([first])
+    # A misspelt command gets the name that is closest to it.
     near = nearest(first, entries)
     hint = f"; did you mean {near}?" if near else "."
     parser.error(f"{first!r} is none of {', '.join(entries)}{hint}")
@@ -84,6 +88,7 @@ def _suites() -> dict[str, str]:
     suites = {}
     for path in sorted(_BENCHMARKS.glob("[!_]*.py")):
         text = path.read_text(encoding="utf-8")
+        # The text is read instead of importing the module, because benchmarks import libraries that may be missing.
         if re.search(r"^(def main\(arguments|main = )", text, re.M):
             about = ast.get_docstring(ast.parse(text)) or ""
             suites[path.stem] = about.partition("\n")[0]

@@ -31,8 +31,8 @@ two minutes on two cores."""
 
 EXPLAINED = """\
 Times are those of training steps; compilation and evaluation are left out. The gradient error is
-relative to the exact gradient, in the first step and after the last one. The sizes were chosen: depth
-is what limits a network of many small layers and a small batch.
+relative to the exact gradient, in the first step and after the last one. The sizes were chosen:
+depth is what limits a network of many small layers and a small batch.
   exact           Serial(): one layer after another, on one device
   data parallel   the same, each device with its share of every batch
   nested          exact; a quarter of the layers first, then half, then all
@@ -118,6 +118,7 @@ def copied(model: nn.Classifier, comm: MeshComm) -> tuple[LossFn, PyTree]:
         # The layers' gradients are summed once for each step, because the copies count as different.
         own = jax.tree.map(lambda x: jax.lax.pcast(x, axis, to="varying"), params)
         loss, info = loss_fn(own, batch, *EXACT)
+        # `pmax` has no derivative, and only the loss needs one.
         info = jax.lax.stop_gradient(info)
         return jax.lax.pmean(loss, axis), jax.tree.map(lambda x: jax.lax.pmax(x, axis), info)
 
@@ -134,6 +135,7 @@ def exact_loss(layers: int) -> LossFn:
 def run_one(task: Task, way: Way) -> Run:
     """Train, test after each epoch, and measure the errors of the first and the last gradient."""
     layers = task.layers
+    # Nested iteration shares the epochs of one training among its depths, as evenly as whole epochs allow.
     depths = (layers // 4, layers // 2, layers) if way.nested else (layers,)
     epochs = np.diff(task.epochs * np.arange(len(depths) + 1) // len(depths)).tolist()
     comm = None if way.solvers == EXACT else task.comm
@@ -191,6 +193,7 @@ def curve(log: train.Log) -> list[tuple[float, float]]:
     times = [row["step_time"] for row in log.of("train")]
     for row in log.of("depth"):
         times[row["step"]] = times[row["step"] + 1]
+    # Row n of `times` belongs to step n + 1, because the log has one row of kind "train" for each step.
     clock = np.cumsum(times).tolist()
     return [(clock[row["step"] - 1], row["accuracy"]) for row in log.of("test")]
 
@@ -269,7 +272,9 @@ def run(args: Sequence[str]) -> None:
     path = options.out / "summary.json"
     path.touch()  # A folder that cannot be written to fails now rather than after the trainings.
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        # JAX takes the number of its CPU devices only before it starts them, and XLA_FLAGS may have set it already.
         jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+    # The largest power of two divides the layers, a multiple of 64, also at a quarter of the depth.
     workers = 2 ** (min(jax.device_count(), _MOST_WORKERS).bit_length() - 1)
     devices = jax.devices()[:workers]
     mesh = jax.make_mesh((workers,), ("layers",), (AxisType.Auto,), devices=devices)

@@ -35,6 +35,7 @@ def describe(error: BaseException) -> tuple[str, int]:
     code = 1
     text = str(error)
     if isinstance(error, KeyboardInterrupt):
+        # A shell reports a process that a signal ended as 128 + its number, so the command does the same.
         number = signal.SIGTERM if text == signal.SIGTERM.name else signal.SIGINT
         code = 128 + number
         text = f"{number.name}: stopped"

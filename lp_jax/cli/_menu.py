@@ -21,6 +21,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=prog,
             description="\n".join([about, "", "examples:", *columns(examples)]),
+            # argparse would fill the description as one paragraph, and this formatter keeps its lines.
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
@@ -37,6 +38,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=about)
 
     def error(self, message: str) -> NoReturn:
+        # argparse would print the whole usage and exit; an exception becomes one line, as all errors do.
         raise UsageError(message, self.prog)
 
 

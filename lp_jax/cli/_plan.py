@@ -28,6 +28,7 @@ def run(problem: str, args: Sequence[str]) -> None:
     plan = (_digits if problem == "digits" else _machine)(options)
     print(plan)
     if options.out is not None:
+        # Matplotlib is imported only for a picture, because it takes long to import.
         from lp_jax import viz
 
         options.out.mkdir(parents=True, exist_ok=True)
@@ -84,6 +85,7 @@ def _digits(options: argparse.Namespace) -> planning.Plan:
     machine, comm = None, None
     if options.machine is not None:
         machine = planning.Machine.load(options.machine)
+    # Messages can be measured only if the devices are here; otherwise the plan takes their times as zero.
     elif jax.device_count() >= workers > 1:
         devices = jax.devices()[:workers]
         comm = MeshComm(jax.make_mesh((workers,), ("layers",), (AxisType.Auto,), devices=devices))
@@ -98,6 +100,7 @@ def _digits(options: argparse.Namespace) -> planning.Plan:
         seconds=options.seconds,
     )
     if machine is None:
+        # The name goes into the machine file, so that a later plan says where and on what the times were measured.
         name = f"{jax.devices()[0].device_kind} ({platform.machine()}), digits, dense"
         plan = dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, name=name))
     if options.save is not None:

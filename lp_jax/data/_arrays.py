@@ -8,7 +8,10 @@ import numpy as np
 from lp_jax._arrays._types import StrPath
 from lp_jax.data._dataset import DataError, Dataset, split
 
-_WANTED = "a file as numpy.savez writes it, with x of shape (samples, ...) and y, a class or values for each sample"
+_WANTED = (
+    "a file as numpy.savez writes it, with x of shape (samples, ...) and y, a class or values "
+    "for each sample"
+)
 
 
 def arrays(path: StrPath, *, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
@@ -51,7 +54,10 @@ def arrays(path: StrPath, *, test_fraction: float = 0.2, seed: int = 0) -> Datas
             raise _wrong(path, got, "classes or values in both, of one kind")
         for name, train, test in (("x", x, test_x), ("y", y, test_y)):
             if train.shape[1:] != test.shape[1:]:
-                got = f"test_{name} has samples of shape {test.shape[1:]} and {name} {train.shape[1:]}"
+                got = (
+                    f"test_{name} has samples of shape {test.shape[1:]} "
+                    f"and {name} {train.shape[1:]}"
+                )
                 raise _wrong(path, got, "the same shape")
     else:
         x, y, test_x, test_y = split(x, y, test_fraction, seed, by_class=not values)
@@ -59,6 +65,7 @@ def arrays(path: StrPath, *, test_fraction: float = 0.2, seed: int = 0) -> Datas
     if np.result_type(y, test_y).kind == "f" and not values:
         y = y.astype(object)
         test_y = test_y.astype(object)
+    # Classes are numbered over both parts, so that a class has one number also if only one of them has it.
     known = np.unique(np.concatenate([y, test_y]))
     if len(known) < 2:
         raise _wrong(
@@ -66,6 +73,7 @@ def arrays(path: StrPath, *, test_fraction: float = 0.2, seed: int = 0) -> Datas
         )
     names = () if values else tuple(map(str, known))
     if not values:
+        # `known` is sorted and has every label, so the place that `searchsorted` finds is the number of the class.
         y, test_y = (np.searchsorted(known, labels).astype(np.int32) for labels in (y, test_y))
     return Dataset(
         _inputs(x), y, _inputs(test_x), test_y, classes=len(names), shape=x.shape[1:], names=names
@@ -113,6 +121,7 @@ def _stored(path: Path) -> dict[str, np.ndarray]:
         if path.is_fifo() or path.is_char_device():  # waits, or never ends
             raise OSError("it is no regular file")
         with zipfile.ZipFile(path) as file:
+            # A small archive may unpack to more than the memory holds, so the sizes that it claims are bounded first.
             most = max(2**28, 100 * path.stat().st_size)
             if sum(member.file_size for member in file.infolist()) > most:
                 raise ValueError(f"it unpacks to more than {most:,} bytes")
@@ -128,6 +137,7 @@ def _stored(path: Path) -> dict[str, np.ndarray]:
 def _member(file: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
     with file.open(member) as stream:
         array = np.lib.format.read_array(stream, allow_pickle=False)
+        # The checksum of a member is checked only at its end, which `read_array` may not reach.
         if stream.read(1):
             raise ValueError(f"{member.filename} is longer than its header says")
     return array

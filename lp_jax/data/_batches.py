@@ -71,8 +71,10 @@ def batches(
         raise ValueError(
             f"batch_size must be at most the number of samples, {size}; got {batch_size}."
         )
+    # A SeedSequence mixes both numbers, so that seed 0 of epoch 1 and seed 1 of epoch 0 are different orders.
     entropy = [_check.integer("seed", seed, least=0), _check.integer("epoch", epoch, least=0)]
     order = np.random.default_rng(np.random.SeedSequence(entropy)).permutation(size)
+    # Each shape of a batch compiles a program, so the rest is left out unless it is wanted.
     end = size - size % batch_size if drop_last else size
     parts = [order[start : start + batch_size] for start in range(0, end, batch_size)]
     return (jax.tree.map(operator.itemgetter(part), arrays) for part in parts)

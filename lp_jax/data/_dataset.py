@@ -64,6 +64,7 @@ def split(
             f"test_fraction must be between 0 and 1, both excluded; got {test_fraction}."
         )
     counts = np.unique(y, return_counts=True)[1] if by_class else [len(y)]
+    # scikit-learn rounds the held-out part up, too, so its own error, which names no remedy, never comes.
     test = math.ceil(test_fraction * len(y))
     if min(counts) < 2:
         raise ValueError(
@@ -71,9 +72,13 @@ def split(
             "single one."
         )
     if min(test, len(y) - test) < len(counts):
-        got = f"{test_fraction} leaves {len(y) - test} to train with and {test} to hold out, for {len(counts)} classes"
+        got = (
+            f"{test_fraction} leaves {len(y) - test} to train with and {test} to hold out, "
+            f"for {len(counts)} classes"
+        )
         raise ValueError(f"test_fraction must leave one sample of each class or more; {got}.")
     cut = require("sklearn.model_selection").train_test_split
+    # `stratify` takes the same part of every class; values are hardly ever equal, and have no classes.
     labels = y if by_class else None
     train_x, test_x, train_y, test_y = cut(
         x, y, test_size=test_fraction, random_state=seed, stratify=labels

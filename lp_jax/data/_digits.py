@@ -26,6 +26,7 @@ def digits(seed: int = 0, test_fraction: float = 0.2) -> Dataset:
         Alpaydin, Kaynak, "Optical recognition of handwritten digits", UCI Machine Learning Repository, 1998.
     """
     bunch = require("sklearn.datasets").load_digits()
+    # Pixels are whole numbers from 0 to 16. The new axis is that of the channel.
     x = (bunch.images[..., None] / 16.0).astype(np.float32)
     y = bunch.target.astype(np.int32)
     return Dataset(*split(x, y, test_fraction, seed), classes=10, shape=x.shape[1:])

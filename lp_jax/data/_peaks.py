@@ -51,12 +51,14 @@ def peaks(
     _check.integer("samples", samples, least=1)
     _check.integer("seed", seed, least=0)
     generator = np.random.default_rng(seed)
+    # The range is that of the values on a fine grid, so that it does not depend on the seed.
     grid = np.linspace(-_HALF, _HALF, 601)
     values = _function(grid[:, None], grid[None, :])
     inner = np.linspace(values.min(), values.max(), classes + 1)[1:-1]  # bounds between two classes
     missing = np.array([len(range(label, samples, classes)) for label in range(classes)])
     points = []
     labels = []
+    # Points are drawn over the whole square and kept while their class lacks some. So they are uniform within a level set.
     while missing.any():
         block = generator.uniform(-_HALF, _HALF, (20_000, 2))
         label = np.digitize(_function(block[:, 0], block[:, 1]), inner)

@@ -56,6 +56,7 @@ def convolve(x: jax.Array, kernel: jax.Array, *, formulation: str = "auto") -> j
         formulation = "products" if default_platform() == "cpu" else "xla"
     if formulation == "products":
         return _products(x, kernel)
+    # JAX names each axis by a letter; an image with fewer than three axes of space has the last ones of "DHW" only.
     space = "DHW"[5 - x.ndim :]
     numbers = (f"N{space}C", f"{space}IO", f"N{space}C")
     return lax.conv_general_dilated(x, kernel, (1,) * len(space), "SAME", dimension_numbers=numbers)
@@ -73,6 +74,7 @@ def _as_general(x: jax.Array, kernel: jax.Array, *_: object, **__: object) -> ja
 
 @jax.custom_vjp
 def _products(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    # `lax.map` goes through the groups one after another, because patches of all images at once would leave the cache.
     groups = _tree.split(x, _images_at_once(x, kernel))
     return lax.map(lambda images: _convolve_few(images, kernel), groups).reshape(
         *x.shape[:-1], kernel.shape[-1]
@@ -92,6 +94,8 @@ def _products_bwd(
     def add(total: jax.Array, images: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Add the kernel's cotangent of these images, a product of their patches with the shifted cotangents of y."""
         x, y_bar = images
+        # This is the transpose of the sum over i in the head of this module: the cotangent of z at row h and tap i is the
+        # cotangent of y at row h - i, which is the shift by the mirrored tap.
         z_bar = jnp.concatenate(_shifted(y_bar, outer)[::-1], axis=-1)
         patches = _patches(x, last).reshape(-1, last * inputs)
         folded = _product(patches.T, z_bar.reshape(len(patches), -1))
@@ -117,6 +121,7 @@ def _images_at_once(x: jax.Array, kernel: jax.Array) -> int:
 def _convolve_few(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Return the convolution of some images by one matrix product, as the head of this module says."""
     *outer, last, inputs, outputs = kernel.shape
+    # A row of the matrix is a tap along the last axis and an input, a column the other taps and an output.
     folded = jnp.moveaxis(kernel, len(outer), 0)  # (last, *outer, inputs, outputs)
     folded = jnp.moveaxis(folded, -2, 1).reshape(last * inputs, -1)
     z = _product(_patches(x, last), folded).reshape(*x.shape[:-1], math.prod(outer), outputs)

@@ -52,6 +52,8 @@ def save(path: StrPath, params: PyTree) -> None:
     """
     path = Path(path)
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(params)[0].items()}
+    # The file is written under another name and then renamed, because a rename within a folder is atomic: a reader sees the
+    # old file or the new one, also if the process is killed meanwhile.
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         safetensors.numpy.save_file(arrays, unfinished)
@@ -82,6 +84,7 @@ def load(path: StrPath, like: PyTree = None) -> PyTree:
             f"{path} is not a file of safetensors, or is incomplete: {error}."
         ) from error
     for name, x in arrays.items():
+        # Without jax_enable_x64, `jnp.asarray` makes float32 of float64, so that the result would not be the file bit for bit.
         if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
             raise ValueError(
                 f"{path}: {name} is {x.dtype}, which JAX would cut to half of its bits. Call "
@@ -91,6 +94,7 @@ def load(path: StrPath, like: PyTree = None) -> PyTree:
     if like is None:
         flat = {_keys(name): x for name, x in arrays.items()}
         for keys in flat:
+            # A name such as "a.b" next to "a" would have to be both an array and a dict.
             if any(keys[:length] in flat for length in range(1, len(keys))):
                 name = ".".join(map(str, keys))
                 raise ValueError(f"{path}: a part of the name {name} is the name of another array.")
@@ -116,6 +120,7 @@ def _named(tree: PyTree) -> tuple[dict[str, jax.Array | np.ndarray], jax.tree_ut
     """Return the arrays by their names, and the structure of the tree."""
     if isinstance(tree, nnx.Module):
         tree = nnx.state(tree, (nnx.Param, nnx.BatchStat))
+    # A pure dict has keys only, without the variables of NNX, whose names would otherwise be part of the paths.
     if isinstance(tree, nnx.State):
         tree = nnx.to_pure_dict(tree)
     leaves, structure = jax.tree.flatten_with_path(tree)

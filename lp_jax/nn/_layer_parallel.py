@@ -1,4 +1,4 @@
-"""A stack of layers as one module, solved layer-parallel; weights of its own for each layer, or a spline of depth."""
+"""A stack of layers as one module that is solved layer-parallel. Each layer has its own weights, or all share a spline."""
 
 import dataclasses
 import functools
@@ -69,6 +69,8 @@ class Spline:
             times = np.asarray(layers, float)
             t = (midpoints(times) - times[0]) / (times[-1] - times[0])
         spans, degree = self.coefficients - self.degree, self.degree
+        # The first and the last knot have multiplicity degree + 1 (de Boor,
+        # chapter IX), so the splines sum to 1 up to both ends.
         knots = np.concatenate([np.zeros(degree), np.arange(spans + 1) / spans, np.ones(degree)])
         values: np.ndarray = BSpline.design_matrix(t, knots, degree).toarray()
         return values
@@ -84,6 +86,7 @@ def expand(rows: jax.Array, coefficients: PyTree, comm: Comm) -> PyTree:
     """Return the parameters of layers, leaves ``(N, ...)``, from their rows of the basis and the coefficients."""
 
     def leaf(c: jax.Array) -> jax.Array:
+        # The sum over coefficients is made in single precision at least, and rounded to the dtype of the parameters once.
         wide = _tree.wide(c)
         product = jnp.tensordot(rows.astype(wide.dtype), wide, 1, precision="highest")
         return product.astype(c.dtype)
@@ -138,6 +141,7 @@ class LayerParallel(Solved):
         comm: Comm | Mesh | None = None,
         rngs: nnx.Rngs,
     ):
+        # The times are Python numbers, because NNX takes arrays for state, which optimizers and checkpoints would see.
         self.t0 = float(t0)
         self.t1 = end_times(t1)
         super().__init__(solver, adjoint_solver, comm)
@@ -171,6 +175,8 @@ class LayerParallel(Solved):
         update them once per call, from the final sweep; in ``eval()`` mode they do not.
         """
         solution = super().solve(*inputs, **options)
+        # The aux of `TrunkStep` are the new running statistics, leaves (num_layers, ...). A solve cannot write them itself:
+        # it evaluates a layer several times, and only the final sweep counts.
         if solution.aux is not None:
             nnx.update(self.layers, solution.aux)
         return solution
@@ -210,6 +216,7 @@ def stacks(trunk: LayerParallel) -> tuple[TrunkStep, PyTree, PyTree]:
     """Return the layers as a pure step, their parameters and running statistics, leaves ``(num_layers, ...)``."""
     step, params, stats = trunk_step(trunk.layers)
     if trunk.weights is not None:
+        # A spline lives on the time of the network, so layers of unequal length see its values at unequal distances.
         has_times = np.shape(trunk.t1) == (trunk.num_layers + 1,)
         layers = np.asarray(trunk.t1) if has_times else trunk.num_layers
         rows = trunk.comm.share(trunk.weights.basis(layers), trunk.placing_solvers())

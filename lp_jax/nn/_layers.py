@@ -95,6 +95,8 @@ class DenseResidual(nnx.Module):
         self.activation = activation
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
+        # With a dtype of products other than the state's, the term is cast back,
+        # so that every layer returns the dtype that it got.
         f = self.outer(self.activation(self.inner(self.norm(y))))
         return y + dt * f.astype(y.dtype)
 
@@ -130,6 +132,7 @@ class ConvResidual(nnx.Module):
         self.activation = activation
 
     def __call__(self, y: jax.Array, t: jax.Array, dt: jax.Array) -> jax.Array:
+        # The shapes stay (batch, *space, channels) all through.
         hidden = self.activation(self.norm1(self.conv1(y)))
         f = self.activation(self.norm2(self.conv2(hidden)))
         return y + dt * f.astype(y.dtype)
@@ -244,6 +247,7 @@ class PoolClosing(nnx.Module):
 
     def __init__(self, shape: Sequence[int], classes: int, **options: Any):
         *space, channels = shape
+        # The axes count from the end, so that any number of batch axes may lead.
         self.space = tuple(range(-1 - len(space), -1))
         self.linear = nnx.Linear(channels, classes, **options)
 
@@ -304,6 +308,7 @@ class TokenOpening(nnx.Module):
             )
         columns = tokens.reshape(*tokens.shape[:2], len(self.tokens))
         y = sum(embedding(columns[..., c]) for c, embedding in enumerate(self.tokens))
+        # The table has max_length rows, and a shorter sequence takes the first ones.
         return y + self.positions.embedding[None, :length]
 
 

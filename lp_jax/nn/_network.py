@@ -60,6 +60,7 @@ class Network(nnx.Module):
                 continue
             if guess != "constant":
                 given["guess"] = guess if isinstance(guess, str) else guess[len(solutions)]
+            # A block with an exact solver has no use for a guess of the adjoint trajectory.
             if adjoint_guess is not None and "solver" in given:
                 given["adjoint_guess"] = adjoint_guess[len(solutions)]
             solutions.append(part.solve(y, **given))
@@ -82,6 +83,7 @@ class Network(nnx.Module):
 
         def pullback(cotangent: State) -> tuple[State, Stats]:
             stats = []
+            # The chain rule goes through the parts backwards. A plain layer returns a cotangent only, a block also its stats.
             for pull in reversed(pullbacks):
                 cotangent, *adjoint = pull(cotangent)
                 stats += adjoint
@@ -121,6 +123,7 @@ def _combined(y: State, solutions: Sequence[Solution]) -> Solution:
 def _combined_stats(stats: Sequence[Stats]) -> Stats:
     """Return the stats of several solves as those of one; shorter histories of residuals are padded."""
     length = max(len(s.residual_norms) for s in stats)
+    # Blocks may have different numbers of iterations; only arrays of one shape can be stacked.
     padded = [
         s._replace(residual_norms=jnp.pad(s.residual_norms, (0, length - len(s.residual_norms))))
         for s in stats

@@ -43,10 +43,13 @@ class GRUStep:
         out: list[jax.Array] = []
         for number, h in enumerate(y):
             if number > 0:
+                # The first unit's part of the gates comes with the data, for all times at once. A later unit sees the new
+                # state of the unit below it, which exists only within the step.
                 inputs = gates(out[-1], between[number - 1])
             xr, xz, xn = inputs
             hr, hz, hn = gates(h, recurrent[number])
             new = _unit(h, xr + hr, xz + hz, xn, hn, layer.dt, self.implicit)
+            # A sequence that has ended keeps its state, so y1 holds the last state of every sequence.
             out.append(new if active is None else jnp.where(active[:, None], new, h))
         return tuple(out)
 
@@ -64,6 +67,7 @@ def _unit(
     """Return a unit's new state. The gradient repeats this, which costs less than keeping its intermediate values."""
     n = jnp.tanh(xn + nnx.sigmoid(r) * hn)
     rate = dt * nnx.sigmoid(-z)  # dt (1 - z)
+    # One step for h' = (1 - z)(n - h), with the gates taken at the old h: implicit in the h of the right-hand side, or Euler's.
     return (h + rate * n) / (1 + rate) if implicit else h + rate * (n - h)
 
 
@@ -171,6 +175,7 @@ class GRU(Solved):
                     f"lengths must be {len(x)} integers, one for each sequence; got "
                     f"{lengths.dtype}{list(lengths.shape)}."
                 )
+            # The mask has shape (time, batch): the axis of time is the axis of layers, which the workers share.
             active = self.comm.share(
                 jnp.arange(x.shape[1])[:, None] < lengths[None], self.placing_solvers()
             )
@@ -187,7 +192,10 @@ class GRU(Solved):
 
 
 class _Cell(Solved):
-    """A cell from sequences to the states of all times: one ``kernel`` for three gates, and their ``recurrent`` diagonals."""
+    """Base of cells with diagonal recurrent matrices, from sequences to the hidden states of all times.
+
+    One ``kernel``, ``(features, 3 hidden)``, makes the inputs' part of three gates; ``recurrent`` holds the diagonals.
+    """
 
     diagonals: int
     arrays: int  # of a state; the last one is the output
@@ -236,6 +244,7 @@ class _Cell(Solved):
 
     def __call__(self, x: jax.Array, y0: State | None = None) -> jax.Array:
         """Return the hidden states of all times, ``(batch, time, hidden)``, for the inputs of `problem`."""
+        # A solve stacks aux over the layers, which are the times, so that the axis of time leads.
         return jnp.swapaxes(self.solve(x, y0).aux, 0, 1)
 
     def problem(self, x: jax.Array, y0: State | None = None) -> Problem:
@@ -305,6 +314,7 @@ class ParaGRU(_Cell):
         h = state
         z = nnx.sigmoid(xz + az * h)
         r = nnx.sigmoid(xr + ar * h)
+        # This form of (1 - z) h + z n is a step of residual kind, and needs one product less.
         return h + z * (jnp.tanh(xn + an * (r * h)) - h)
 
 

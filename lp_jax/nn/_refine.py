@@ -51,7 +51,8 @@ def refine(layers: PyTree, factor: int = 2, how: str = "constant") -> PyTree:
         return _refined(layers, np.arange(number + 1.0), factor, how)
     if how == "zeros" and layers.weights is not None:
         raise ValueError(
-            'how="zeros" puts layers between others, and a trunk with a Spline has none; take "constant".'
+            'how="zeros" puts layers between others, and a trunk with a Spline has none; '
+            'take "constant".'
         )
     times = _times(staying(layers, factor * number, how))
     if how == "zeros":
@@ -103,6 +104,7 @@ def staying(trunk: LayerParallel, layers: int, how: str = "constant") -> LayerPa
     if how == "linear":
         refuse_ranks(trunk)
     now, then = (layer_slices(n, comm.size, *trunk.placing_solvers()) for n in (count, layers))
+    # No layer moves if every rank ends at the same fraction of the network before and after.
     if any(old.stop * layers != new.stop * count for old, new in zip(now, then, strict=True)):
         present, wanted = ([run.stop - run.start for run in runs] for runs in (now, then))
         raise ValueError(
@@ -122,6 +124,7 @@ def _replaced(
         states = jax.jit(lambda *states: trunk.comm.spread(change(*states)))(*states)
     result = nnx.merge(graphdef, *states)
     result.num_layers = len(times) - 1
+    # Layers of equal length are described by the end time only; unequal lengths need all times.
     result.t1 = end_times(times if np.ndim(trunk.t1) else times[-1])
     return result
 
@@ -155,6 +158,8 @@ def _refined(tree: PyTree, times: np.ndarray, factor: int, how: str) -> PyTree:
         return jax.tree.map(lambda x: jnp.repeat(x, factor, axis=0), tree)
     old = midpoints(times)
     new = midpoints(_subdivided(times, factor))
+    # `left` is the old midpoint before each new one. At both ends it is clipped
+    # to the outermost pair, whose line then extrapolates.
     left = np.clip(np.searchsorted(old, new) - 1, 0, len(old) - 2)
     weight = (new - old[left]) / (old[left + 1] - old[left])
 

@@ -119,9 +119,11 @@ def combined_stats(
         lax.broadcasted_iota(jnp.int32, norms.shape, norms.ndim - 1) < stats.iterations[..., None]
     )
     lacking = made & (norms < 0)
+    # `add` sums all three at once, because over processes each call is a message.
     squares, solves, gaps = add(
         (jnp.where(made, norms, 0) ** 2, made.astype(jnp.int32), lacking.astype(jnp.int32))
     )
     iterations, result = largest((stats.iterations, ranked(stats.result)))
+    # The 2-norm over all solves is the root of the sum of squares; a solve that had stopped before adds nothing.
     norms = jnp.where((solves > 0) & (gaps == 0), jnp.sqrt(squares), NOT_MEASURED)
     return Stats(iterations, norms, ranked(result))

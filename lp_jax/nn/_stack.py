@@ -45,6 +45,7 @@ class TrunkStep:
         data, stats = layer.data
         shared, key = layer.shared
         module = nnx.merge(self.graphdef, layer.params, stats)
+        # The index is the layer's number in the whole network, so masks do not depend on the worker, nor on the sweep.
         key = None if key is None else jax.random.fold_in(key, layer.index)
         y = _call(module, y, layer, data=data, shared=shared, key=key)
         return (y, nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))) if self.updates else y
@@ -64,6 +65,7 @@ def _call(
     keywords = signature.parameters
     name = type(module).__name__
     try:
+        # The call is checked before it is made, because a TypeError from inside the module would look the same.
         signature.bind_partial(y, layer.t, layer.dt)
     except TypeError:
         raise TypeError(
@@ -88,6 +90,7 @@ def _call(
                 f"{argument} was given, but {name}.__call__ has no such keyword. Let it accept "
                 f"one, __call__(self, y, t, dt, *, {argument}=None), or leave {argument} out."
             )
+    # Every step has an index, so a module that has no such keyword is no mistake.
     arguments["index"] = layer.index
     return module(
         y, layer.t, layer.dt, **{k: value for k, value in arguments.items() if k in keywords}
@@ -188,6 +191,7 @@ def stacked_module(
         graphdefs.append(graphdef)
         return nnx.to_pure_dict(state)
 
+    # `vmap` over keys draws all layers in one program, and `comm.init` makes each worker's layers where they will live.
     keys = jax.random.split(rngs.params(), num_layers)
     params = comm.init(jax.vmap(make), keys, solvers)
     return _merged(graphdefs[0], params)
@@ -223,8 +227,10 @@ def _state_refused(module: nnx.Module, others: Sequence[tuple[PyTree, object]]) 
         f"{'.'.join(map(str, path))} ({type(value).__name__})" for path, value in others
     )
     instead = {
-        nnx.BatchStat: "use nn.LayerParallel without a spline, which carries running statistics, or nnx.LayerNorm",
-        nnx.RngState: "build nnx.Dropout(rate) without rngs, let __call__ accept a keyword `key`, and pass "
+        nnx.BatchStat: "use nn.LayerParallel without a spline, which carries running statistics, "
+        "or nnx.LayerNorm",
+        nnx.RngState: "build nnx.Dropout(rate) without rngs, let __call__ accept a keyword `key`, "
+        "and pass "
         "data=jax.random.split(key, num_layers)",
     }
     advice = [
@@ -271,7 +277,10 @@ def parallel(f: Callable[..., PyTree], **options: Any) -> Callable[..., PyTree]:
                 with nnx.split_context(tag) as context:
                     return context.split((given, out))
 
+            # `pure` is a function of arrays, as lp_jax.parallel wants it: it takes the
+            # state of NNX, and returns graph and state after the call.
             parts = _parallel.parallel(pure, **options)(state)
+            # NNX writes the new state into the caller's modules here, as `nnx.jit` does.
             with nnx.merge_context(tag, inner=False) as context:
                 return context.merge(*parts)[1]
 
@@ -310,6 +319,7 @@ def pipeline(f: Callable[..., PyTree], *args: Any, **options: Any) -> Callable[.
             return nnx.split(given)[1], out
 
         program, (left, out) = jax.make_jaxpr(run, return_shape=True)(state)
+        # The first `count` results are the state that the call leaves. It is unchanged if each of them is the input itself.
         inputs, count = program.jaxpr.invars, len(jax.tree.leaves(left))
         if follow(program.jaxpr, inputs, _kept, None)[:count] != inputs:
             raise ValueError(
@@ -318,6 +328,7 @@ def pipeline(f: Callable[..., PyTree], *args: Any, **options: Any) -> Callable[.
                 "it. Call module.eval() before; pass keys as an argument with an axis of "
                 "microbatches, for nnx.Dropout(rate)(x, rngs=key)."
             )
+        # The traced program is evaluated, so that f is not traced a second time.
         leaves = core.jaxpr_as_fun(program)(*jax.tree.leaves(state))
         return jax.tree.unflatten(jax.tree.structure(out), leaves[count:])
 

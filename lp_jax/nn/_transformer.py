@@ -56,6 +56,7 @@ class Attention(nnx.Module):
         self.heads = heads
         self.norm = norm(width)
         if cross:
+            # The memory is a state, too, and has a layer norm of its own.
             self.norm_memory = norm(width)
             self.query = linear(width, width)
             self.key_value = linear(width, 2 * width)
@@ -77,8 +78,11 @@ class Attention(nnx.Module):
         else:
             q = self.query(self.norm(y))
             k, v = jnp.split(self.key_value(self.norm_memory(memory)), 2, axis=-1)
+        # Heads become an axis: (batch, length, heads, width / heads), as `jax.nn.dot_product_attention` wants it.
         q, k, v = (x.reshape(*x.shape[:-1], self.heads, -1) for x in (q, k, v))
+        # A mask of positions becomes (batch, heads, queries, keys): all heads and all queries see the same positions.
         visible = None if mask is None else mask[:, None, None, :]
+        # The test is on the dtype of q, because the products may have another dtype than the state.
         attend = _attend_in_double if q.dtype == jnp.float64 else jax.nn.dot_product_attention
         out = attend(q, k, v, mask=visible, is_causal=causal)
         return self.out(out.reshape(*out.shape[:-2], -1)).astype(y.dtype)
@@ -116,6 +120,7 @@ class TransformerLayer(nnx.Module):
         # the terms that all layers add to the state sum up to the size of one term
         scale = 1.0 if depth is None else ((3 if self.cross else 2) * depth) ** -0.5
         linear = functools.partial(nnx.Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        # `variance_scaling` takes a factor of the variance, so the scale of the projections enters squared.
         scaled = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
         norm = functools.partial(nnx.LayerNorm, param_dtype=param_dtype, rngs=rngs)
         make = norm, linear, functools.partial(linear, kernel_init=scaled)
@@ -138,6 +143,7 @@ class TransformerLayer(nnx.Module):
         """Return the right-hand side of an encoder, or with a memory that of a decoder."""
         parts = 2 if memory is None else 3
         keys = iter((None,) * parts if key is None else jax.random.split(key, parts))
+        # These are the terms of the head of this module: phi_1(y), then phi_3(u) and phi_2 of the state with all terms so far.
         attended = self.attention(y, mask=mask, causal=causal)
         terms = self.dropout(attended, rngs=next(keys))
         if memory is not None:
@@ -260,6 +266,7 @@ class EncoderDecoderLayer(TransformerLayer):
     ) -> tuple[jax.Array, jax.Array]:
         x, y = state
         x_mask, y_mask = (None, None) if shared is None else shared
+        # All layers of a stack share one program, so the kind of a layer is decided by its number when it runs.
         return lax.cond(
             index < self.encoder_layers,
             lambda: (x + dt * self.rhs(x, x_mask, key, causal=False), y),

@@ -62,6 +62,7 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
     guess = estimate(problem)
     timed = problem
     if guess.at_once == (1,):
+        # Where layers run one after another, time is in proportion to their number, so a part of the network is enough.
         enough = math.ceil(_ENOUGH / sum(guess.per_layer))
         timed = _first(problem, min(problem.layers, max(_FEW, enough)))
     forward, backward = guess.per_layer
@@ -89,6 +90,8 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
     share = examples_of(quarter.y0) / guess.examples
     if share <= 1 / 4 and deadline.allows("fewer examples"):
         ratio = sum(_measure.serial(quarter)) / (forward + backward)
+        # The time for a share s of the examples is overhead + (1 - overhead) s,
+        # relative to all of them; solved for the overhead.
         overhead = min(1.0, max(0.0, (ratio - share) / (1 - share)))
     iterations: list[float] = []
     if newton and deadline.allows("Newton's method"):
@@ -135,6 +138,8 @@ def interconnect(
         params = jnp.ones(1, jnp.float32)
         y0 = jnp.ones(size // 4, jnp.float32)
         if comm.size > 1:
+            # The chain has one layer for each worker, and on one worker a single
+            # layer, so arithmetic cancels in the difference.
             params = comm.share(jnp.ones(comm.size, jnp.float32), (solver,))
         problem = Problem(lambda y, layer: y + layer.dt * layer.params * y, params, y0, comm=comm)
         return _measure.iteration(problem, solver, samples=5, repeats=10)  # as often on every rank
@@ -142,6 +147,7 @@ def interconnect(
     messages = 1 + prefix_messages(comm.size)
     hops = (comm.size - 1).bit_length()
     small, large = (sweep(comm, size) - sweep(OneDevice(), size) for size in sizes)
+    # The norm goes up a tree of `hops` messages. It is one number, so only latency counts for it.
     latency = max(small, 1e-9) / (messages + hops)
     bandwidth = messages * (sizes[1] - sizes[0]) / max(large - small, 1e-9)
     return {"latency": latency, "bandwidth": bandwidth}

@@ -55,6 +55,7 @@ def topology(name: str, **axes: int) -> Mesh:
         platform, named = "tpu", name.lower()
         # the two cores of a v4 are one device
         options = {"chip_config_name": "megacore"} if kind == "v4" else {}
+        # The user's own settings win, because the right operand of | does.
         os.environ.update(_NO_TPU | os.environ)
     for attempt in itertools.count():
         try:
@@ -83,7 +84,7 @@ def topology(name: str, **axes: int) -> Mesh:
 
 
 def mesh_on(on: str | Mesh) -> Mesh:
-    """The mesh of a name, or the mesh that is given."""
+    """Return the mesh that `topology` makes of a name; a mesh is returned as it is."""
     return topology(on) if isinstance(on, str) else on
 
 
@@ -116,11 +117,11 @@ class Compiled:
     seconds: float
     """Time to compile."""
     messages: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    """How often each collective runs, and the bytes that it brings."""
+    """For each collective, the number of times that it runs and the bytes that it brings."""
     kernels: int = 0
-    """Launches, those in loops as often as these turn."""
+    """Number of kernel launches. A launch in a loop counts once for each turn."""
     cycles: int = 0
-    """Of a TPU's core, as its compiler estimates them; 0 for a GPU, whose compiler does not."""
+    """Cycles of a TPU's core, as its compiler estimates them; 0 for a GPU, because its compiler estimates none."""
     unknown_loops: int = 0
     """Loops that turn until something happens, such as a tolerance that is met. They count as one turn."""
 
@@ -176,6 +177,7 @@ def compiled(f: Callable[..., PyTree], *shapes: PyTree, on: str | Mesh) -> Compi
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
+        # The compiler reports the size of a program that does not fit only in the text of its error.
         known = re.search(r"RESOURCE_EXHAUSTED\D+([\d.]+)G\D+([\d.]+)G", str(error))
         if known is None:
             raise
@@ -193,6 +195,7 @@ def lower(f: Callable[..., PyTree], shapes: PyTree, mesh: Mesh) -> jax.stages.Lo
         there = dataclasses.replace(there, kernel_step=None)  # such a kernel is not partitioned
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
+        # The shapes may have shardings on another mesh; their partition is applied to this one.
         spec = getattr(getattr(x, "sharding", None), "spec", PartitionSpec())
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
@@ -203,7 +206,7 @@ def lower(f: Callable[..., PyTree], shapes: PyTree, mesh: Mesh) -> jax.stages.Lo
 
 
 def read_program(program: jax.stages.Compiled, mesh: Mesh, seconds: float) -> Compiled:
-    """Read what was compiled, in so many seconds."""
+    """Return memory, messages and work of a compiled program; ``seconds`` is the time that it took to compile."""
     text, size = Text(program.as_text() or ""), program.memory_analysis()
     assert size is not None
     messages: dict[str, tuple[int, int]] = {}
@@ -224,6 +227,7 @@ def read_program(program: jax.stages.Compiled, mesh: Mesh, seconds: float) -> Co
     device = mesh.devices.flat[0].device_kind
     target = next((text for text in TARGETS.values() if device in text), "")
     whole = re.search(r"device_memory_size: (\d+)", target)
+    # JAX preallocates this share of a GPU, 0.75 unless the variable says otherwise.
     share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
     limit = share * int(whole[1]) if whole else math.inf
     return Compiled(device, mesh.size, memory, limit, seconds, messages, kernels, cycles, unknown)

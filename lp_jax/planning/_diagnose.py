@@ -117,7 +117,10 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """Whether the chain forgets a small disturbance, keeps it (a factor of 0.1 to 10) or amplifies it; who converges."""
+        """Whether the chain forgets a small disturbance, keeps it or amplifies it, and which solvers converge.
+
+        It keeps a disturbance that grows by a factor of 0.1 to 10.
+        """
         kind = (
             "forgets"
             if self.growth <= 0.1
@@ -277,9 +280,11 @@ def _numbers(problem: Problem) -> tuple[float, float, int]:
         def norm(y: State, x: Slices, w: State) -> jax.Array:
             """Return the 2-norm of J - I, by power iteration."""
             pull = transposed(y, x)
+            # J is the transpose of its transpose, which needs no derivative in forward mode.
             push = jax.linear_transpose(pull, w)
 
             def turn(_: jax.Array, at: Measured) -> Measured:
+                # Power iteration on (J - I)(J - I)^T: the norm after one half of a turn tends to the largest singular value.
                 v, size = _normal(_tree.sub(pull(at[0]), at[0]))
                 return _normal(_tree.sub(push(v)[0], v))[0], size
 
@@ -294,10 +299,13 @@ def _numbers(problem: Problem) -> tuple[float, float, int]:
 
         def back(w: State, at: tuple[State, Slices]) -> Measured:
             w, size = _normal(transposed(*at)(w))
+            # After a reset nothing is left to follow, so a new random disturbance starts.
             return _tree.where(size > _reset(size), w, start), size
 
         sizes = _tree.scan(back, start, layers, reverse=True)[1]
         stays = sizes > _reset(sizes)
+        # The Lyapunov exponent is the mean logarithm of the growth in a layer;
+        # resets, with a logarithm near minus infinity, are left out.
         growth = jnp.mean(jnp.log(sizes), where=stays | ~jnp.any(stays))
         return jnp.sum(jax.vmap(norm, (0, 0, None))(*layers, start)), growth, jnp.sum(~stays)
 

@@ -19,7 +19,8 @@ from lp_jax.planning._measure import arrays, examples_of, small
 
 Found = TypeVar("Found")
 
-_PASSES = 4  # over the states, in a sweep's sum of them: fits what was measured on CPUs and counted for an H200
+# passes over the states in a sweep's sum of them; the number fits times measured on CPUs and traffic counted for an H200
+_PASSES = 4
 
 
 def _of_shapes(look: Callable[[Problem], Found], problem: Problem) -> Found:
@@ -53,10 +54,12 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
         layers = program.workers.layers
         y = operands.y0
         first = _tree.entry_like(operands.slices)
+        # The third result is what the linearised step keeps for its transpose; only its shapes are needed.
         kept = jax.eval_shape(
             program.chain(*operands[:3]).linearised.evaluate, y, first, operands.shared
         )[2]
         most = known.at_once(layer, layers)
+        # A batch that fills the device, an eighth and a 64th of it show where its time stops being constant.
         sizes = sorted({max(2, most // part) for part in (64, 8, 1)}) if most > 1 else []
         batches = [known.batch(layer, size) for size in sizes]
         summed = _PASSES * _tree.nbytes(y) / known.bandwidth
@@ -71,6 +74,7 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
             started = known.launch * OF_NEWTON
             evaluations = zip((1, *sizes), (forward, *batches), strict=True)
             newton = tuple(started + seconds + size * jacobians for size, seconds in evaluations)
+        # The same layer without products and other numbers has only its fixed costs.
         fixed, whole = (
             known.launch * layer.kernels + known.one(of, steps=layers)
             for of in (layer._replace(flops=0.0, numbers=0.0), layer)

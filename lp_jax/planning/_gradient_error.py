@@ -47,7 +47,8 @@ class Solved(NamedTuple):
     layers: int
     solves: int  # number of them
     iterations: int  # the most that one took
-    residual: float  # the largest last norm, relative to the first; NaN where fewer than two were measured
+    # the largest last norm, relative to the first; NaN where fewer than two norms were measured
+    residual: float
     result: int  # the worst code, one of `lp_jax.RESULTS`
 
 
@@ -170,11 +171,14 @@ def compare(
             gradient = compiled(pair)
             reports = list[tuple[str, Solver, int, Stats]]()
             got = jax.device_get(gradient(*args))
+            # A second program reports the stats by callbacks, which would disturb the times of the first one.
             listening = compiled(
                 pair, lambda *solve, to=reports: lambda stats: to.append((*solve, stats))
             )
             jax.block_until_ready(listening(*args))
+            # Callbacks may run after the results are there; the barrier waits for them.
             jax.effects_barrier()
+            # Both programs are timed in turn, so that a slow phase of the machine meets both.
             calls = [functools.partial(program, *args) for program in (gradient, exact)]
             spent = seconds(calls, samples=_SAMPLES, repeats=1)
             leaves = {
@@ -211,6 +215,7 @@ def _worst(reports: Sequence[tuple[str, Solver, int, Stats]]) -> tuple[Solved, .
     for (_, direction, name, layers), solves in sorted(kinds.items()):
         iterations, residuals, results = zip(*solves, strict=True)
         residual = float(np.max(residuals))
+        # Result codes are not in order of severity; `ranked` puts them in that order.
         result = max(results, key=ranked)
         rows.append(Solved(direction, name, layers, len(solves), max(iterations), residual, result))
     return tuple(rows)

@@ -26,11 +26,11 @@ class Instruction(NamedTuple):
     type: str
     operation: str
     rest: str
-    """Its operands, a closing bracket, its attributes."""
+    """The rest of the line: operands, a closing bracket and attributes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its result."""
+        """Bytes of the instruction's result."""
         return sum(
             int(bits or 8) * math.prod(sizes(shape)) // 8
             for bits, shape in ARRAY.findall(self.type)
@@ -42,18 +42,18 @@ class Instruction(NamedTuple):
         return self.number(r'"estimated_cycles":"(\d+)"') or 0
 
     def number(self, pattern: str) -> int | None:
-        """The number that a pattern finds in ``rest``."""
+        """Return the number that a pattern finds in ``rest``; None if it finds none."""
         found = re.search(pattern, self.rest)
         return int(found[1]) if found else None
 
     def attribute(self, name: str) -> str:
-        """The value of the attribute ``name``: the list within its braces, or the name after its percent sign."""
+        """Return the value of the attribute ``name``: the list within its braces, or the name after its percent sign."""
         match = re.search(rf"\b{name}=(?:\{{([\d,]*)\}}|%([\w.\-]+))", self.rest)
         return (match[1] or match[2] or "") if match else ""
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """The numbers of a list."""
+    """Return the numbers of a list, such as the sizes of an array."""
     return tuple(int(size) for size in text.split(",") if size)
 
 
@@ -67,6 +67,7 @@ class Text:
             if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
                 body = self.computations.setdefault(head[2], {})
                 self.entry = head[2] if head[1] else self.entry
+            # XLA numbers the parts of long tuples in comments, which the pattern of a type does not know.
             elif match := _LINE.match(re.sub(r"/\*index=\d+\*/", "", line)):
                 body[match[2]] = Instruction(*match.groups())
 
@@ -90,10 +91,11 @@ class Text:
                         yield from self.executed(inner, times, turns)
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often a loop turns: as XLA says, or the constant that its index is compared with; None if neither is there."""
+        """Return how often a loop turns. XLA says it, or the index is compared with a constant; None if neither is found."""
         known = loop.number(r'known_trip_count":\{"n":"(\d+)"')
         condition = self.computations[loop.attribute("condition")]
         *_, test = condition.values()
+        # Where XLA has not noted the number of turns, the condition may compare the index with a constant.
         if known is None and test.operation == "compare":
             for name in NAME.findall(test.rest):
                 if name in condition and condition[name].operation == "constant":

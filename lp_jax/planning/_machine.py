@@ -100,6 +100,7 @@ class Machine:
                 f"{self.name or 'the machine'} has no times of Newton's method: "
                 f"calibrate(newton=True)."
             )
+        # `np.interp` is constant beyond the last size, and the factor makes it grow in proportion there.
         return float(np.interp(layers, sizes, times) * max(1.0, layers / sizes[-1]))
 
     @property
@@ -116,6 +117,7 @@ class Machine:
         """Return the machine with a part of the examples: n layers take as long as n / parts did, within ``overhead``."""
         if parts == 1:
             return self
+        # A part of the time does not depend on the number of examples; the rest is in proportion to it.
         factor = self.overhead + (1 - self.overhead) / parts
         batches = () if self.at_once == (1,) else self.at_once  # layers one after another stay so
         times = {kind: getattr(self, kind) for kind in self.kinds}
@@ -138,6 +140,7 @@ class Machine:
 
     def save(self, path: Path | str) -> None:
         """Write a JSON file."""
+        # JSON has no infinity, so an infinite bandwidth, the default, is left out.
         text = json.dumps(
             {k: v for k, v in dataclasses.asdict(self).items() if v != math.inf}, indent=1
         )

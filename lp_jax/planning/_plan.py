@@ -119,13 +119,14 @@ def plan(
     notes = [f"Left out for lack of time: {', '.join(half.left_out)}."] if half.left_out else []
     if not trace(problem, (Picard(),))[0].traced.footprint.counted:
         notes.append(
-            'A layer has a callback, a foreign call or an open loop: at_once="auto" takes one at a time.'
+            "A layer has a callback, a foreign call or an open loop: "
+            'at_once="auto" takes one at a time.'
         )
     return dataclasses.replace(best, note=" ".join(notes))
 
 
 def _absent(problem: Problem, on: Mesh, error: float, solvers: Sequence[Solver | Pair]) -> Plan:
-    """A plan for devices that need not be here, by their data sheet, and what the compiler says of ways to use them."""
+    """Return a plan for devices that need not be here: times by their data sheet, and each way to use them compiled."""
     device = on.devices.flat[0]
     sheet = processor(device.platform, device.device_kind)
     machine = dataclasses.replace(
@@ -168,6 +169,7 @@ def choose(
     def look(pairs: list[Pair], *, anyway: bool = False) -> None:
         """Probe solvers of one program, loosest tolerance first. If compiled in time, it runs until one is exact enough."""
         nonlocal unprobed
+        # Solvers that differ in tolerances only are one program, because tolerances are not static.
         family = [choice(pair) for pair in pairs]
         limit = min(
             [serial.cost.seconds / WORTH, *(c.cost.seconds for c in choices if c.within(error))]
@@ -196,6 +198,7 @@ def choose(
     only_serial = sum(c.within(error) for c in choices) == 1
     if probe is not None and only_serial and deadline.left > 0:
         look(_sweeps(Secant))
+    # Every cycle compiles a program of its own, so the fastest ones are probed while there is time.
     for pair in sorted(cycles(layers, workers), key=lambda pair: choice(pair).cost.seconds):
         look([pair])
     choices.sort(key=lambda c: c.cost.seconds)
@@ -216,13 +219,13 @@ def _require(layers: int, workers: int, error: float) -> None:
 
 
 def _sweeps(kind: type[Sweeps]) -> list[Pair]:
-    """Sweeps to a tolerance; one program for all of them. The adjoint's tolerance is ten times looser."""
+    """Return sweeps to several tolerances, which share one program. The adjoint's tolerance is ten times looser."""
     pairs = itertools.pairwise(_TOLERANCES)
     return [(kind(sweeps=32, rtol=rtol), kind(sweeps=32, rtol=loose)) for loose, rtol in pairs]
 
 
 def cycles(layers: int, workers: int = 1) -> list[Pair]:
-    """Multigrid: one interval per worker with the identity as coarse step, few levels with sweeps or injection."""
+    """Return multigrid pairs: one interval per worker with the identity as coarse step; few levels with sweeps or injection."""
     kept = functools.partial(MGRIT, storage="all")
     factors = [-(-layers // intervals) for intervals in ((workers,) if workers > 1 else (4, 8))]
     sweeps = Picard(sweeps=1), Picard(sweeps=2), Picard(sweeps=2, around="trajectory")
@@ -252,6 +255,7 @@ def _probe(problem: Problem, cotangent: State | None) -> Probe:
         )
         return leaves or initial, stats, adjoint_stats
 
+    # The exact gradient is computed once, for the first probe.
     exact = functools.cache(lambda: gradient(*SERIAL)[0])
     distance = jax.jit(
         lambda g, e: relative_error(functools.reduce(jnp.add, map(inner_products, g, e)))[0]

@@ -83,7 +83,9 @@ class Plan:
     layers: int
     workers: int
     error: float  # largest error of the gradient that is allowed
-    unprobed: int  # predicted faster than ``best``, and not probed for lack of time; several tolerances count once
+    # number of solvers that are predicted faster than ``best`` but were not probed for lack of time; a solver counts once,
+    # whatever the number of its tolerances
+    unprobed: int
     note: str = ""
     # programs that spread the loss over ``topology``, by the way that they do, with `plan(topology=)`
     spread: Mapping[str, Compiled] = dataclasses.field(default_factory=dict)
@@ -140,7 +142,10 @@ class Plan:
             return f"{text}.{late}"
         faster = [c for c in self.choices if c.cost.seconds * WORTH <= self.serial.cost.seconds]
         measured = [c for c in faster if c.error is not None]
-        text = f"{numbered(len(measured or faster), 'solver')} predicted faster than serial propagation"
+        text = (
+            f"{numbered(len(measured or faster), 'solver')} predicted faster than serial "
+            "propagation"
+        )
         if measured:
             return f"{text}, none with a gradient error of at most {self.error:.0e}.{late}"
         if faster:
@@ -151,7 +156,10 @@ class Plan:
             if looped
             else "a layer fills the device, or there are few of them"
         )
-        return f"No parallel solver is predicted {WORTH} times as fast as serial propagation, because {why}.{late}"
+        return (
+            f"No parallel solver is predicted {WORTH} times as fast as serial propagation, "
+            f"because {why}.{late}"
+        )
 
     def scaling(self, devices: Sequence[int] = DEVICES) -> list[Devices]:
         """Predict times on other numbers of devices, with the solvers that are known to be exact enough on any number."""
@@ -185,6 +193,7 @@ class Plan:
             options = [
                 (seconds, split) for split in splits if (seconds := best(*split)) is not None
             ]
+            # Tuples compare by their first number, so this is the fastest split.
             both, split = min(options, default=(None, (count, 1)))
             piped = fastest_pipeline(self.layers, self.machine, count).cost.seconds
             turns = piped if 1 < count <= self.layers else None
@@ -213,7 +222,10 @@ class Plan:
         if piped and piped.microbatches > 1:
             rows.append((piped.cost, "exact", "", f"pipeline, {piped.microbatches} microbatches"))
             if piped.cost.seconds < self.best.cost.seconds:
-                text = "  or, exact and faster, lp_jax.pipeline(f, comm, in_axes=...) with {} microbatches"
+                text = (
+                    "  or, exact and faster, lp_jax.pipeline(f, comm, in_axes=...) with {} "
+                    "microbatches"
+                )
                 instead.append(text.format(piped.microbatches))
         table: list[tuple[str, ...]] = [
             ("ms", "speedup", "gradient error", "MB", "iterations", "solver")

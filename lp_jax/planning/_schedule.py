@@ -93,6 +93,7 @@ def path(solver: MGRIT, steps: int, iterations: int) -> list[Stop]:
         name = getattr(solver.cycle, "__name__", "a cycle of its own")
     for iteration in range(1, iterations + 1):
         first = solver.start == "cascade" and iteration == 1
+        # The first stop of a cycle carries the number and the name of the iteration.
         begin, *rest = cycle_stops(labels, _kind(solver), cascade=first)
         title = "coarse to fine" if first else name
         _extend(stops, [begin._replace(iteration=iteration, title=title), *rest])
@@ -159,6 +160,7 @@ class _Chain(NamedTuple):
             self.step is not None or not self.kept
         ):  # linearised again, in one loop
             kinds.append("linearise")
+        # A coarse step may itself be a solve through the layers that it stands for.
         row, at_once = _evaluations(self.step, self.span)
         for kind in kinds + ["gradient"] * (gradient and self.adjoint):
             self.add(kind, count * row, places * at_once)
@@ -198,6 +200,7 @@ def _of_function(function: Callable[..., PyTree], span: int) -> tuple[int, int]:
         layers = Layer(matrices, None, None, times, times, index, None)  # type: ignore[arg-type]
         return function(lambda y, layer: y + jnp.sum(layer.params @ y), y, layers)
 
+    # A product of a (5, 3) matrix and a vector costs 2 * 5 * 3 flops, and each evaluation has one.
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3,), (span, 5, 3))]
     program = live(jax.make_jaxpr(traced)(*shapes).jaxpr)
     depth = int(depth_of(program, 3))
@@ -282,7 +285,9 @@ def _(solver: Newton, chain: _Chain) -> None:
     for _ in range(solver.iterations):
         if solver.jacobian == "full":
             iteration.add("newton", 1, chain.mine)
-        else:  # the states; their derivative for diagonal Jacobians, or that of the mean state and the chain of its Jacobians
+        else:
+            # One evaluation gives the states. The second is their derivative for diagonal Jacobians, or the derivative at the
+            # mean state with the chain of its Jacobians.
             iteration.evaluate(2, chain.mine)
         iteration.send(1 + prefix_messages(chain.workers))
     chain.evaluate_last()
@@ -310,6 +315,7 @@ def _record_stops(
     levels = [chain]
     for (_, factor), (steps, _) in itertools.pairwise(grid):
         span *= factor
+        # A step of a level stands for the product of all coarsening factors above it.
         levels.append(chain._replace(layers=steps, step=step, span=span))
     for stop, following in zip(stops, [*stops[1:], None], strict=True):
         at = stop.level

@@ -30,7 +30,10 @@ def spread(problem: Problem, on: Mesh, solvers: Sequence[Solver | Pair]) -> dict
     found = {}
 
     def look(way: str, layers: int, parts: int, *solvers: Solver, weights: str = "") -> None:
-        """Compile a way: the sizes of the mesh's axes; solvers, none of a pipeline; the axis that divides each weight."""
+        """Compile a way on a mesh of ``layers`` times ``parts`` devices.
+
+        Without solvers it is a pipeline; ``weights`` is the axis that divides each weight.
+        """
         mesh = mesh_of(on.devices, layers=layers, examples=parts)
 
         def loss(params: PyTree, y0: State, shared: PyTree, data: PyTree) -> jax.Array:
@@ -40,11 +43,13 @@ def spread(problem: Problem, on: Mesh, solvers: Sequence[Solver | Pair]) -> dict
             return _tree.sum_of_squares(y1) / 2
 
         def piped(params: PyTree, y0: State, *others: PyTree) -> jax.Array:
-            """The loss as a pipeline. Microbatches are an inner axis of the examples, which may be spread, too."""
+            """Return the loss as a pipeline. Microbatches are an inner axis of the examples, which may be spread, too."""
+            # Example e is in microbatch e % count, so a spread axis of examples need not be moved.
             several = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), y0)
             run = pipeline(loss, mesh, in_axes=(None, 1, None, None))
             return run(params, several, *others).sum()
 
+        # These are the partitions of params, y0, shared and data. The leading axis of params and data is that of the layers.
         axes = ("layers", weights or None), ("examples",), (), ("layers", "examples")
         shapes = [
             jax.tree.map(functools.partial(_placed, NamedSharding(mesh, PartitionSpec(*own))), tree)
@@ -66,7 +71,7 @@ def spread(problem: Problem, on: Mesh, solvers: Sequence[Solver | Pair]) -> dict
 
 
 def _placed(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array that is spread over a mesh, or on every device where the mesh does not divide it."""
+    """Return the shape of an array with this sharding; an array that the mesh does not divide is on every device instead."""
     try:
         sharding.shard_shape(x.shape)
     except ValueError:
@@ -75,7 +80,7 @@ def _placed(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
 
 
 def comparison(ways: Mapping[str, Compiled]) -> list[str]:
-    """Lines that compare compiled programs: memory, messages and work of each device. A + marks loops of unknown length."""
+    """Return lines that compare compiled programs: memory, messages and work of each device. A + marks unknown loops."""
     rows = [["GiB a device", "", "messages", "MB", "kernels", "million cycles", "spread along"]]
     for name, one in ways.items():
         sent, size = (sum(numbers) for numbers in zip((0, 0), *one.messages.values(), strict=True))

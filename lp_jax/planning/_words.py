@@ -35,6 +35,7 @@ def code(solver: Any, *, prefix: str = "") -> str:
         for field in dataclasses.fields(solver)
         if (value := getattr(solver, field.name)) != field.default or field.name in _MAIN
     ]
+    # A solver of the user is not in this library, so its name gets no prefix.
     ours = type(solver).__module__.startswith("lp_jax.")
     return f"{prefix * ours}{type(solver).__name__}({', '.join(shown)})"
 
@@ -104,6 +105,7 @@ def times(gain: float) -> str:
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines. The last column is left-aligned, the others are right-aligned."""
+    # The last column needs no width, because nothing stands to its right.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([*(x.rjust(w) for x, w in zip(row[:-1], widths, strict=False)), row[-1]])

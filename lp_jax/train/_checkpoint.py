@@ -119,6 +119,7 @@ class Checkpoints:
                 f"copies of the network, each of "
                 "which has those of its own examples. Train with one copy, Ranks.grid(data=1)."
             )
+        # All ranks gather before rank 0 writes, because gathering is collective.
         whole = state if self._ranks is None else self._ranks.gather(state)
 
         def write() -> None:
@@ -215,12 +216,15 @@ class Checkpoints:
             raise ValueError("its description has changed")
         fields = _fields(template)
         path = self.folder / str(step)
+        # This error comes before the arrays are read, because a checkpoint of
+        # another model is not damaged: no earlier one is tried.
         difference = first_difference(stored["config"], self.config)
         if difference := difference or first_difference(stored["arrays"], described(template)):
             raise CheckpointError(f"the checkpoint {path} is of another model: {difference}.")
         wanted = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fields
         )
+        # Orbax reads each array straight to the devices of its sharding, whatever the run that wrote it had.
         restored = self._checkpointer.load(step, wanted)
         for name, checksum in _checksums(restored).items():
             if checksum != stored["checksums"][name]:
@@ -229,6 +233,8 @@ class Checkpoints:
 
     def _set_aside(self, path: Path) -> None:
         """Rename a checkpoint, because the run will write another one of the same step."""
+        # A process that renamed the folder while another one still reads it would
+        # damage that one's read, so all meet before and after.
         meet = multihost.get_barrier_sync_fn()
         try:
             meet(key="lp-jax-damaged", timeout_ms=round(1000 * _PATIENCE))
@@ -243,6 +249,7 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
         meet(key="lp-jax-set-aside", timeout_ms=round(1000 * _PATIENCE))
+        # Orbax keeps a list of checkpoints, which still has the one that was renamed.
         self._checkpointer.reload()
 
 
@@ -283,6 +290,7 @@ def _checksum(x: jax.Array) -> jax.Array:
     """Add up a hash of each word and its place (the last rounds of MurmurHash3), modulo 2**32; each device adds up its own."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
+    # `bitcast_convert_type` accepts neither random keys, complex numbers nor booleans, so these become plain numbers first.
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
     x = x.astype(jnp.int8) if x.dtype == bool else x
@@ -292,6 +300,7 @@ def _checksum(x: jax.Array) -> jax.Array:
     place = jnp.zeros(words.shape, jnp.uint32)
     for axis, length in enumerate(words.shape):
         place = place * jnp.uint32(length) + lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+    # Sums modulo 2**32 do not depend on their order, so neither does the checksum, on any number of devices.
     h = words ^ (place * jnp.uint32(0x9E3779B9))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         h = (h ^ (h >> jnp.uint32(shift))) * jnp.uint32(factor)

@@ -99,7 +99,7 @@ class Controller:
         return self._decision(self._within([solver.rtol, adjoint_solver.rtol]))
 
     def due(self, step: int) -> bool:
-        """Whether to probe before this step, the first being 0."""
+        """Return whether to probe before this step; the first step is 0."""
         return step in (0, 8, 64) or step % self.probe_every == 0
 
     def solvers(
@@ -137,6 +137,7 @@ class Controller:
             wanted = allowed / (2 * math.sqrt(2)) / np.maximum(errors, np.finfo(float).tiny)
             scaled = last * np.clip(wanted, 0.05, 4.0)
             rtols = self._within(np.where(np.isfinite(errors), scaled, self.least))
+            # A further attempt helps only if it has other tolerances and the forward solve met the last ones.
             if within or not done or np.array_equal(last, rtols):
                 break
         if not within:  # to be tried again at the next probe
@@ -182,6 +183,8 @@ def _measure(
         return jax.tree.map(lambda x: x[begin:end] if jnp.ndim(x) else x, batch)
 
     gradient_of = jax.grad(loss_fn, has_aux=True)
+    # The difference to the exact gradient has two parts: the error of the forward solve, which remains with an exact
+    # adjoint, and the error of the adjoint solve.
     exact, _ = gradient_of(params, batch, Serial(), Serial())
     with_exact_adjoint, _ = gradient_of(params, batch, solver, Serial())
     gradient, info = gradient_of(params, batch, solver, adjoint_solver)
@@ -198,6 +201,8 @@ def _measure(
         "error": distance(gradient, exact),
         "forward_error": distance(with_exact_adjoint, exact),
         "adjoint_error": distance(gradient, with_exact_adjoint),
+        # Each half has twice the variance of the batch, and their difference
+        # four times: half the difference estimates the noise.
         "noise": distance(first, second) / 2,
         "result": info.result,
     }

@@ -11,11 +11,13 @@ from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, SERIAL
 from lp_jax.train._types import Batch, Metrics
 
 ADVICE = (
-    'the layer-parallel gradient may be wrong. Relax more (relaxation="FCF"), take a coarse step closer to the layers '
+    'the layer-parallel gradient may be wrong. Relax more (relaxation="FCF"), take a coarse step '
+    "closer to the layers "
     "(coarse_step=Picard(sweeps=2)), a smaller t1 or learning rate; more iterations help only "
     "where the norms come down"
 )
-_ROUNDING = 1e-5  # residual norms below this fraction of the state's norm are near the rounding of single precision
+# Residual norms below this fraction of the state's norm are near the rounding of single precision, where they grow by chance.
+_ROUNDING = 1e-5
 
 
 class DivergenceError(RuntimeError):
@@ -26,6 +28,7 @@ def convergence_warning(
     solve: str, norms: Sequence[float], scale: float = 0.0, result: int = DONE
 ) -> str | None:
     """Return a warning on a solve with advice; None if it shows no problem."""
+    # Norms below zero were not measured.
     measured = [norm for norm in norms if norm >= 0]
     if (
         result != FELL_BACK
@@ -33,6 +36,8 @@ def convergence_warning(
         and measured[-1] > measured[0] > 0
         and max(measured) > _ROUNDING * scale
     ):
+        # Divergence is shown by norms that grow from the first to the last
+        # iteration; near rounding, norms go up and down by chance.
         listed = ", ".join(f"{norm:.2g}" for norm in measured)
         grown = f"{listed}; factor {measured[-1] / measured[0]:.3g}"
         return f"the {solve} residual grows over the cycles ({grown}): {ADVICE}."
@@ -51,12 +56,16 @@ def divergence_message(step: int, metrics: Metrics, batch: Batch) -> str:
             f"that the loss is {loss}. Labels "
             "are integers from 0 to the number of classes less one; negative ones do not count."
         )
+    # A single number of the data that is not finite makes everything after it so, and is the cause to name first.
     for path, leaf in jax.tree.leaves_with_path(batch):
         if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and (
             count := int(jnp.sum(~jnp.isfinite(leaf)))
         ):
             name = f"batch{jax.tree_util.keystr(path)}"
-            return f"stopped at step {step}: {count} of the {jnp.size(leaf)} numbers in {name} are not finite. Clean the data."
+            return (
+                f"stopped at step {step}: {count} of the {jnp.size(leaf)} numbers in {name} are "
+                "not finite. Clean the data."
+            )
     if metrics.info.result == NON_FINITE:
         return f"stopped at step {step}: {RESULTS[NON_FINITE]}."
     what = "the updated parameters are not finite"
@@ -67,5 +76,6 @@ def divergence_message(step: int, metrics: Metrics, batch: Batch) -> str:
     return (
         f"stopped at step {step}: {what}. Lower the learning rate; if training with the exact "
         f"gradient "
-        '(solver=Serial()) stays finite, relax more (relaxation="FCF") or take coarse_step=Picard(sweeps=2).'
+        '(solver=Serial()) stays finite, relax more (relaxation="FCF") or take '
+        "coarse_step=Picard(sweeps=2)."
     )

@@ -60,11 +60,13 @@ def scale_by_lbfgs(
         gradient: PyTree, state: LBFGSState, params: PyTree = None
     ) -> tuple[PyTree, LBFGSState]:
         def remember(memory: jax.Array, now: jax.Array, last: jax.Array) -> jax.Array:
+            # The first update has no predecessor; a pair of zeros has curvature 0, and `inverse` gives it weight 0.
             newest = jnp.where(state.updates > 0, now - last, jnp.zeros_like(now))
             return jnp.concatenate([newest[..., None], memory[..., :-1]], axis=-1)
 
         def products(vectors: jax.Array) -> jax.Array:
             flat = vectors.reshape(-1, vectors.shape[-1])
+            # Accelerators multiply with fewer bits by default, which would spoil curvatures that are small differences.
             return jnp.matmul(flat.T, flat, precision=lax.Precision.HIGHEST)
 
         steps = jax.tree.map(remember, state.steps, params, state.params)
@@ -72,6 +74,8 @@ def scale_by_lbfgs(
         vectors = jax.tree.map(
             lambda s, y, g: jnp.concatenate([s, y, g[..., None]], axis=-1), steps, changes, gradient
         )
+        # The direction is a combination of steps, changes and the gradient. Its 2m + 1 coefficients depend on the matrix of
+        # inner products, (2m + 1, 2m + 1), whose entries the ranks add.
         coefficients = _coefficients(total(ranks, jax.tree.map(products, vectors)), state.updates)
         direction = jax.tree.map(lambda x: x @ coefficients.astype(x.dtype), vectors)
         return direction, LBFGSState(state.updates + 1, params, gradient, steps, changes)
@@ -89,8 +93,10 @@ def _coefficients(products: jax.Array, updates: jax.Array) -> jax.Array:
     pairs = jnp.arange(memory)
     curvatures = jnp.diagonal(products, memory)[:memory]  # of step and change
     weights = inverse(curvatures, 0.0)
+    # Without curvature there is no length, so the first step is scaled to length 1 at most, as optax does.
     first = jnp.minimum(1.0, inverse(jnp.sqrt(products[-1, -1]), 1.0))
     change = products[memory, memory]  # squared
+    # Afterwards the first Hessian is s.y / y.y of the newest pair (Nocedal, Wright, equation 7.20).
     scale = jnp.where(
         updates > 0, jnp.where(change == 0, 1.0, curvatures[0] * inverse(change, 1.0)), first
     )
@@ -103,6 +109,7 @@ def _coefficients(products: jax.Array, updates: jax.Array) -> jax.Array:
         pair, along = each
         return c.at[pair].add(along - weights[pair] * (products[memory + pair] @ c)), None
 
+    # Vectors are represented by their coefficients: the gradient is the last unit vector.
     c = jnp.zeros_like(products[0]).at[-1].set(1)
     c, along = _tree.scan(newest_first, c, pairs)
     return _tree.scan(oldest_first, scale * c, (pairs, along), reverse=True)[0]
@@ -161,4 +168,5 @@ class Backtracking:
         count, length, good, trajectory = _tree.while_loop(
             lambda c: ~c[2] & (c[0] < self.trials), body, start
         )
+        # A length of zero leaves the parameters bit for bit as they were.
         return at(jnp.where(good, length, jnp.zeros_like(length))), trajectory, count, ~good

@@ -42,6 +42,7 @@ def _first_signal() -> Iterator[Callable[[], int | None]]:
     with contextlib.ExitStack() as handlers:  # previous ones, restored on exit
 
         def receive(number: int, frame: FrameType | None) -> None:
+            # Restoring the previous handlers at once lets a second Ctrl-C stop a step that hangs.
             received.append(number)
             handlers.close()
 
@@ -169,14 +170,18 @@ def fit(
         solvers = controller.solvers(state.control, *pair)
     with _first_signal() as received:
         for epoch in range(done // steps_per_epoch, epochs):
+            # A resumed run skips the batches that were done before its checkpoint, so it sees those that remain.
             for batch in itertools.islice(batches(epoch), step - epoch * steps_per_epoch, None):
                 if controller is not None and controller.due(step):
                     record.flush(step)
+                    # Metrics are fetched before the probe and the clock starts after it, so that its time is in no step's time.
                     control, decided = controller.probe(state.control, state.params, batch, *pair)
                     log.write(kind="control", step=step + 1, **decided)
                     record.restart_clock()
                     state = state._replace(control=control)
                     solvers = controller.solvers(control, *pair)
+                # The call returns before the device is done. The metrics stay there, so
+                # that the host runs ahead of it until it fetches.
                 state, metrics = step_fn(state, batch, *solvers)
                 step += 1
                 record.pending.append((epoch, metrics))
@@ -186,6 +191,8 @@ def fit(
                 fetches = due or saves or step in (done + 1, last) or step % log_every == 0
                 stop = received()
                 if agree is not None:
+                    # All processes fetch at the same steps, and agree there; one that stopped
+                    # elsewhere would leave the others in a collective.
                     stop = agree(stop) if fetches else None
                 saves = saves or (checkpoints is not None and stop is not None)
                 if fetches or stop is not None:
@@ -230,6 +237,7 @@ class _Recorder:
         """Fetch and log the metrics of the steps up to ``step``."""
         if not self.pending:
             return
+        # One transfer fetches the metrics of all pending steps, and waits for the last of them.
         fetched = jax.device_get(self.pending)
         self.pending = []
         step_time = (time.perf_counter() - self.clock) / len(fetched)
@@ -241,6 +249,7 @@ class _Recorder:
                 "loss": metrics.loss,
                 "accuracy": None if info.correct is None else int(info.correct) / int(info.total),
                 "gradient_norm": metrics.gradient_norm,
+                # Negative norms mark iterations that were not made or not measured; NaN is kept, because it is a finding.
                 **{f"forward_residual_{i}": x for i, x in enumerate(norms, 1) if not x < 0},
                 "trials": metrics.trials,
                 "result": info.result,
@@ -257,6 +266,7 @@ class _Recorder:
                 raise DivergenceError(
                     f"{divergence_message(number, metrics, self.batch_of(number))} {said}"
                 )
+            # The norms of the adjoint solve do not leave the gradient, so its result is all that a warning can use.
             scale, adjoint_result = float(info.scale), int(metrics.adjoint_result or DONE)
             warnings = {
                 "forward": convergence_warning("forward", norms, scale, int(info.result)),

@@ -120,6 +120,7 @@ def nested(
     ]
     log = Log() if log is None else log
 
+    # The trunk at every later depth is the first one, refined by the product of the factors so far.
     for factor in itertools.accumulate(factors[1:], operator.mul):
 
         def check(block: nn.LayerParallel, by: int = factor) -> nn.LayerParallel:
@@ -142,6 +143,8 @@ def nested(
         last += depth.epochs
         if i > 0:
             model, state = deepen(model, state, optimizer, factor, how=how, loss=loss)
+        # Depths that are finished are passed over; their refinements only give
+        # the template of the newest checkpoint its shapes.
         if i < reached:
             continue
         state = replicate_rest(state)
@@ -153,6 +156,8 @@ def nested(
                 )
                 stack.enter_context(checkpoints)
                 options = {**options, "checkpoints": checkpoints}
+                # The state at the beginning of a depth is saved, because its layers
+                # cannot be made again without the depth before.
                 if checkpoints.latest is None:
                     checkpoints.save(state)
                 state = checkpoints.restore(state)
@@ -204,6 +209,7 @@ def deepen(
     deeper.trunk = on_trunk(deeper.trunk, lambda block: nn.refine(block, factor, how))
     _, params = loss(deeper)
     fresh = init_state(params, optimizer)
+    # A slot of another shape holds several vectors, as L-BFGS does, whose differences mean nothing at another depth.
     if any(slot.shape != param.shape for slot, param in _slots(state.opt_state, state.params)):
         return deeper, fresh._replace(step=state.step)
     degrees = iter(_degrees(optimizer, state.params))
@@ -248,6 +254,7 @@ def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[in
         ]
 
     return [
+        # A slot that grows with the k-th power of the gradient is 2^k times as large for twice the gradient.
         round(np.log2(two / one)) if one > 0 else 0
         for one, two in zip(after(1.0), after(2.0), strict=True)
     ]

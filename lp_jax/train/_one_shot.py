@@ -76,8 +76,10 @@ def one_shot(
 
     @jax.jit
     def begin(params: PyTree, batch: Batch) -> Restart:
+        # The first guesses are the trajectories with which one forward and one adjoint solve end.
         guess = loss_fn(params, batch, solver, adjoint_solver)[1].trajectory
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        # The gradient by the adjoint guess is the trajectory with which the adjoint solve ended: see `make_train_step`.
         of_guess = jax.grad(
             lambda zeros: loss_fn(params, batch, solver, adjoint_solver, Restart(guess, zeros))[0]
         )

@@ -1,4 +1,4 @@
-"""A regulariser that keeps layers solvable by a few sweeps."""
+"""A penalty in the loss that keeps a network solvable by a few sweeps."""
 
 import functools
 
@@ -55,6 +55,8 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
     times = _inputs.times(problem.t0, problem.t1, problem.layers, _tree.real_dtype(problem.y0))
     index = jnp.arange(problem.layers, dtype=jnp.int32)
     layers = Layer(problem.params, problem.shared, problem.data, *times, index, 0)
+    # `vmap` takes a tree of axes in the structure of the argument; `shared` and
+    # the last field have none, as all layers share them.
     stacked = Layer(0, None, 0, 0, 0, 0, None)  # type: ignore[arg-type]
 
     @functools.partial(jax.vmap, in_axes=(0, stacked))
@@ -67,9 +69,12 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
     for _ in range(sweeps - 1):
         old = increments
         increments = increment(
-            jax.tree.map(lambda y, d: y[None] + jnp.cumsum(d, axis=0) - d, problem.y0, old), layers
+            # A sweep is u_n = y0 + the sum of the increments of all layers before n: an exclusive prefix sum.
+            jax.tree.map(lambda y, d: y[None] + jnp.cumsum(d, axis=0) - d, problem.y0, old),
+            layers,
         )
         last = _tree.sum_of_squares(_tree.sub(increments, old))
+    # The first increments are the residual r_1, because the constant guess has none; later residuals are changes of increments.
     missed = last > rtol**2 * first
     # where it is met the quotient is one, because that of two zeros would have no gradient
     one = jnp.ones_like(last)

@@ -76,6 +76,8 @@ class Ranks:
                 f"{world.size} ranks cannot be arranged as layers x data with data={data}; it must "
                 f"divide their number."
             )
+        # `Split` puts ranks of one colour into one communicator: a row holds one
+        # network, a column holds the same layers of all copies.
         row, column = divmod(world.rank, layers)
         along, across = (MPIComm(world.comm.Split(color, world.rank)) for color in (row, column))
         return Ranks(world, along, across, trunk)
@@ -109,12 +111,15 @@ class Ranks:
             return loss_fn
 
         def mean_loss(params: PyTree, batch: Batch, *solvers: Solver | None) -> Loss:
+            # The counter collects result codes of adjoint solves as cotangents of
+            # its counts. They must pass the mean over ranks, too.
             watched = asked.value.counter and asked.value.counter.counts
             params, watched = _transposed_mean((params, watched), self.data)
             own_loss = (
                 loss_fn if watched is None else functools.partial(count_results(loss_fn), watched)
             )
             loss, info = own_loss(params, batch, *solvers)
+            # The sums below are messages between ranks, and nothing differentiates them.
             info = jax.lax.stop_gradient(info)
             square = jnp.asarray(info.scale) ** 2
             correct, total, outside, square = self.data.sum(
@@ -129,6 +134,8 @@ class Ranks:
                 result=ranked(self.data.max(ranked(info.result))),
                 replace=_mean(info.replace, self.data),
             )
+            # The loss is a mean over the answers of a rank; ranks may have different
+            # numbers of answers, because padding does not count.
             weight = info.total * self.data.size / total
             return _mean(loss * weight.astype(loss.dtype), self.data), whole
 
@@ -141,6 +148,7 @@ class Ranks:
             for x, in_trunk in zip(jax.tree.leaves(sums), self._in_trunk(sums), strict=True)
             if in_trunk
         ]
+        # Parameters outside the trunk are on every rank, so their sums are complete; only those of layers are added over ranks.
         summed = iter(self.layers.sum(spread))
         return self._leaf_by_leaf(lambda x, in_trunk: next(summed) if in_trunk else x, sums)
 
@@ -156,6 +164,7 @@ class Ranks:
                 outcome = f(), None
             except Exception as error:
                 outcome = None, error
+        # The exception is sent, too: ranks that waited for a value that never comes would hang.
         value, raised = self.world.python_comm.bcast(outcome)
         if raised is not None:
             raise raised
@@ -195,6 +204,8 @@ class Ranks:
             part: Any = np.asarray(next(leaves)) if self.is_root else None
             if not spread:
                 return jnp.asarray(self.world.python_comm.bcast(part))
+            # The first copy of the network gets its layers from rank 0, and each of its
+            # ranks sends them to the same place of the other copies.
             if self.data.rank == 0:
                 ends = np.cumsum(self.layers.python_comm.allgather(len(x)))
                 part = self.layers.python_comm.scatter(
@@ -216,6 +227,7 @@ class Ranks:
         )
         trunks = (self.trunk,) if isinstance(self.trunk, str) else self.trunk
         return [
+            # Trajectories are stacked over layers or intervals, as the trunk is.
             name.startswith("restart/") or any(f"/{trunk}/" in f"/{name}/" for trunk in trunks)
             for name in names
         ]

@@ -43,6 +43,7 @@ def replicate_rest(state: TrainState) -> TrainState:
     meshes = [x.sharding.mesh for x in jax.tree.leaves(state) if x.sharding.num_devices > 1]
     if not meshes:
         return state
+    # A jitted function refuses arrays that are committed to different sets of devices, so all lie on the mesh.
     everywhere = NamedSharding(meshes[0], PartitionSpec())
     return jax.tree.map(
         lambda x: x if x.sharding.num_devices > 1 else jax.device_put(x, everywhere), state
@@ -61,6 +62,7 @@ def map_slots(
 
     def leaf(path: jax.tree_util.KeyPath, slot: jax.Array) -> PyTree:
         owner = next((path[i:] for i in range(len(path) + 1) if path[i:] in known), None)
+        # An optimizer nests the tree of parameters below its own fields, so the shortest cut of the front finds the owner.
         return slot if owner is None else f(slot, known[owner])
 
     return jax.tree.map_with_path(leaf, opt_state)
@@ -124,11 +126,16 @@ def make_train_step(
 
         guess, adjoint_guess = state.restart or (None, None)
         gradient_fn = (value_and_grad if watch else jax.value_and_grad)(
-            loss_of, argnums=(0, 1), has_aux=True
+            # The derivative by the adjoint guess is the adjoint trajectory: the solve defines it so, because a custom_vjp
+            # has no other way out of the backward pass. It is None without a restart.
+            loss_of,
+            argnums=(0, 1),
+            has_aux=True,
         )
         (loss, info), (gradient, adjoint_trajectory), *results = gradient_fn(
             state.params, adjoint_guess
         )
+        # Optax passes value, grad and value_fn to those transformations only that ask for them, which are its line searches.
         updates, opt_state = optax.with_extra_args_support(optimizer).update(
             gradient,
             state.opt_state,
@@ -146,6 +153,7 @@ def make_train_step(
             trial_solver = line_search.solver or solver
 
             def evaluate(params: PyTree) -> tuple[jax.Array, PyTree]:
+                # A trial begins where the solves of this step ended, because its parameters differ only by a part of an update.
                 guesses = restart(trajectory, adjoint_trajectory)
                 value, info = loss_fn(params, batch, trial_solver, adjoint_solver, *guesses)
                 return value, info.trajectory if guesses else None
@@ -155,8 +163,11 @@ def make_train_step(
                 updates, state.params, loss, slope, evaluate, trajectory
             )
         if info.replace is not None:
+            # Running statistics are no trained parameters: the loss returns their
+            # new values, which replace those of the optimizer.
             old, new = (flatten_dict(x, keep_empty_nodes=True) for x in (params, info.replace))
             params = unflatten_dict(old | new)
+        # Both sums of squares travel in one array, so that ranks exchange one message for the two norms.
         squares = jax.tree.map(
             lambda *both: jnp.stack(both), _tree.leaf_squares(gradient), _tree.leaf_squares(params)
         )
@@ -164,6 +175,7 @@ def make_train_step(
         metrics = Metrics(
             loss,
             gradient_norm,
+            # A norm is finite only if each entry is, so three scalars say it for all arrays.
             jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(norm),
             info._replace(replace=None, trajectory=None),
             trials,

@@ -141,7 +141,9 @@ def classification(
             "correct": jnp.sum(
                 jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels, dtype=jnp.int32
             ),
+            # Negative labels mark padding. They are in no count, and `cross_entropy` leaves them out of the mean.
             "total": jnp.sum(labels >= 0, dtype=jnp.int32),
+            # A compiled program raises no error for an index out of bounds, so such labels are counted.
             "outside": jnp.sum(labels >= logits.shape[-1], dtype=jnp.int32),
         }
 
@@ -173,6 +175,7 @@ def _supervised(
             f"{type(model.trunk).__name__}. Add that "
             "of each block in a loss of your own."
         )
+    # The static part of the model stays in the closure, and the loss is a pure function of the arrays.
     graphdef, state = nnx.split(model)
 
     def loss_fn(
@@ -194,6 +197,7 @@ def _supervised(
             stats=solution.stats,
             result=solution.result,
             scale=jnp.sqrt(_tree.sum_of_squares(solution.y1)),
+            # Calls of `merged` have changed its running statistics, which leave the pure function as part of `Info`.
             replace=nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat)) or None,
             trajectory=solution.trajectory,
             **counts,
@@ -209,6 +213,7 @@ def evaluate(
 
     The loss is a mean over the batch, as for `make_train_step`. Batches may differ in size; each size compiles once.
     """
+    # All batches are dispatched before the host waits for the first result.
     results = jax.device_get([_evaluate(loss_fn, params, batch, solver) for batch in batches])
     loss, correct, total = jax.tree.map(lambda *parts: sum(parts), *results)
     return Evaluation(float(loss / total), None if correct is None else float(correct / total))
@@ -219,6 +224,7 @@ def _evaluate(
     loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     loss, info = loss_fn(params, batch, solver, None)
+    # A mean over the batch times its number of answers is a sum, which can be added over batches of different size.
     return loss * info.total.astype(loss.dtype), info.correct, info.total
 
 
@@ -274,6 +280,7 @@ def _residuals(
     solution, pullback = model.trunk.solve_vjp(
         model.opening(x), **model.context_of(x), **keys, **solvers
     )
+    # The cotangent that enters the adjoint solve is the gradient of the loss by the last state.
     cotangent = jax.grad(lambda y1: loss(model.closing(y1), y))(solution.y1)
     norms = (jnp.sqrt(_tree.sum_of_squares(x)) for x in (solution.y1, cotangent))
     return Residuals(solution.stats, pullback(cotangent)[1], *norms)
@@ -307,6 +314,7 @@ def inner(
         return getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0
 
     lengths = list(map(length, parts_of(model)))
+    # The longest block is where layer-parallel solvers gain most, so a plan is made for it.
     longest = lengths.index(max(lengths))
 
     def run(y: State, some: list[Any], context: dict[str, PyTree]) -> State:
@@ -323,6 +331,7 @@ def inner(
         context = {**merged.context_of(x), **keys}
         y = run(merged.opening(x), parts[:longest], context)
         y1 = run(y, parts[longest : longest + 1], context)
+        # The blocks around it are solved exactly, so that the plan sees the state and the cotangent of the exact network.
         after = parts[longest + 1 :]
         cotangent = jax.grad(lambda y: loss(merged.closing(run(y, after, context)), targets))(y1)
         return y, context, cotangent

@@ -80,7 +80,7 @@ class Metrics(NamedTuple):
 
 
 Loss = tuple[jax.Array, Info]
-"""A mean over the batch, and what else a loss returns."""
+"""The result of a loss function: a mean over the batch, and its `Info`."""
 
 LossFn = Callable[..., Loss]
 """``loss_fn(params, batch, solver, adjoint_solver)``; for `one_shot`, with a `Restart` as a fifth argument."""

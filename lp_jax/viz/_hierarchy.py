@@ -87,10 +87,12 @@ def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
     # whole intervals of the coarsest level are drawn, so that the last point shown is on all levels
     unit = spans[-1] if spans[-1] <= _MOST_POINTS else 1
     end = min(layers, _MOST_POINTS // unit * unit)
+    # The area of a marker falls with the number of points in a row, so that they do not touch.
     size = float(np.clip(11000 / (end + 1) ** 1.15, 30, 130))
     for level, ((steps, factor), span) in enumerate(zip(levels, spans, strict=True)):
         ax.axhline(-level, color="#BBBBBB", linewidth=1.2, zorder=1)
         numbers = np.arange(steps + 1)
+        # The last interval of a level may be cut short by the end of the network.
         x = np.minimum(numbers * span, layers)
         shown = x <= end
         coarse = (numbers % factor == 0) | (numbers == steps)
@@ -108,6 +110,7 @@ def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
     right = (1.05 if end < layers else 1) * end + 0.6
     ax.set(xlim=(-0.6, right), ylim=(0.7 - len(levels), 0.3))
     ax.set_axis_off()
+    # Empty scatters give the legend its entries, with markers of one size whatever the picture has.
     ax.scatter([], [], s=80, label="C-point: also on the next level", **_COARSE)
     ax.scatter([], [], s=80, label="F-point", **_FINE)
     ax.scatter([], [], s=80, label="coarsest level", **_COARSEST)
@@ -130,6 +133,7 @@ def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> 
         ax.scatter([i], [-stop.level], s=200, zorder=3, **look)
         place = {"fontsize": LABEL, "textcoords": "offset points", **_label_place(stops, i)}
         ax.annotate(_label(stops, i), (i, -stop.level), **place)
+    # A stop that begins an iteration carries its number; the others carry None.
     starts = [i for i, stop in enumerate(stops) if stop.iteration is not None]
     for i, end in zip(starts, [*starts[1:], len(stops) - 1], strict=True):
         bracket(ax, i, end, 0.65, f"{stops[i].iteration}: {stops[i].title}")
@@ -176,6 +180,7 @@ def batches(solver: Solver, layers: int) -> list[tuple[int, int, str]]:
     """Return the batches of a solve on one device, one after the other: first layer, number of layers, phase."""
     drawn = []
     for event in count(solver, layers, kept=solver.keeps_states).events:
+        # An event in turn runs over all layers in batches of `event.layers`; any other is a single batch from layer 0.
         starts = range(0, layers if event.in_turn else 1, event.layers)
         for first in starts:
             drawn += [(first, min(event.layers, layers - first), event.phase)] * (
@@ -186,6 +191,7 @@ def batches(solver: Solver, layers: int) -> list[tuple[int, int, str]]:
 
 def _draw_batches(ax: Axes, every: Sequence[tuple[int, int, str]], layers: int, most: str) -> None:
     """Draw a bar for each batch, the first at the top; many that are alike are drawn in part."""
+    # Many bars of all layers would look the same, so the first ones and the last one stand for them.
     alike = len(every) > 2 * _MOST_ALIKE and all(batch[:2] == (0, layers) for batch in every)
     shown = [*every[: _MOST_ALIKE - 1], every[-1]] if alike else every
     end = len(shown) + alike  # with room for the ones left out, before the last

@@ -48,6 +48,7 @@ def plan(found: Plan) -> Figure:
         if points:
             name = _DIVIDED.get(field, field)
             ax.plot(*zip(*points, strict=True), label=name, **line_style(i))
+    # The line at 1 is serial propagation on one device.
     ax.axhline(1.0, color=GREY, linewidth=0.8)
     ax.set_xscale("log", base=2)
     ax.xaxis.set(major_formatter="{x:g}", minor_locator=NullLocator())
@@ -67,6 +68,7 @@ def _draw_errors(ax: Axes, result: Plan, looked_at: Sequence[tuple[float, float]
         if points:
             ax.plot(*zip(*points, strict=True), marker, color=colour, markersize=8, label=name)
     best = result.best
+    # Serial propagation has no measured error, and a logarithmic axis has no place for zero.
     if best.error:
         at = 1e3 * best.cost.seconds, best.error
         ax.plot(*at, "o", color=BLUE, markersize=15, mfc="none", label="best")

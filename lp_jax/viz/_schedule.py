@@ -101,6 +101,7 @@ def schedule(
     for name, line, start in (("forward", there, 0.0), ("adjoint", back, there.end)):
         _draw(ax, line, start)
         bracket(ax, start, start + line.end, -0.75, name)
+    # The background of the adjoint solve is shaded, because both solves use the same colours.
     ax.axvspan(there.end, total, 0.0, 1.0, color="#F2F2F2", zorder=0)
     shown = min(serially, _LONGEST * total)
     end = 1.02 * max(total, shown)
@@ -116,9 +117,11 @@ def schedule(
     ax.grid(False)
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
+    # A dict keeps the order of first appearance, which a set would not.
     phases = dict.fromkeys(block.phase for line in (there, back) for block in line.blocks)
     handles: list[Artist] = [Patch(color=COLOURS[phase], label=phase) for phase in phases]
     if there.messages or back.messages:
+        # An empty line gives the legend an entry without drawing anything.
         handles += ax.plot([], [], color=INK, marker="v", linewidth=1.4, label="message")
     legend_above(ax, handles=handles, ncols=4, columnspacing=1.4)
     turns = "one after another" if solver.at_once in ("auto", 1) else "at once"
@@ -133,7 +136,7 @@ def schedule(
 
 
 def _layers(run: slice) -> str:
-    """Return the layers of a worker in words."""
+    """Return the layers of a worker in words, such as "layers 0-7"."""
     if run.stop - run.start > 1:
         return f"layers {run.start}-{run.stop - 1}"
     return f"layer {run.start}" if run.stop > run.start else "no layers"
@@ -157,6 +160,7 @@ def _timeline(solver: Solver, layers: int, workers: int, *, kept: bool, adjoint:
     blocks = []
     messages = []
     now = 0.0
+    # The adjoint solve goes from the last layer to the first, so its messages go to the previous worker.
     way = -1 if adjoint else 1
     order = range(workers)[::way]
 
@@ -167,8 +171,10 @@ def _timeline(solver: Solver, layers: int, workers: int, *, kept: bool, adjoint:
             event.phase if event.in_turn else "",
         )
 
+    # Consecutive events with one key happen together; `groupby` merges neighbours only, so the order of events stays.
     for (in_turn, sent, _), group in itertools.groupby(events, key):
         work = _lengths(event for event in group if event.kind != "message")
+        # In a relay one worker is active after another, and each has its share of the time. Otherwise all are active at once.
         turns = [[worker] for worker in order] if in_turn else [list(order)]
         for active in turns:
             for phase, length in work:
@@ -212,5 +218,6 @@ def _draw(ax: Axes, line: Timeline, start: float) -> None:
         times = start + sent
         ends = [worker + way * _LANE / 2, to - way * _LANE / 2]
         ax.plot([times, times], ends, color=INK, linewidth=1.4, zorder=3)
+        # The marker stands a little off the lane, so that it does not cover the block that receives.
         tips = to - way * (_LANE / 2 + 0.08)
         ax.scatter(times, tips, marker="v" if way > 0 else "^", s=24, color=INK, zorder=3)

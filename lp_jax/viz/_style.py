@@ -55,7 +55,8 @@ class Picture(Figure):
     """A figure that a notebook shows where it is the last expression of a cell, without pyplot."""
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """The image, and the size at which a notebook shows it: more pixels than that, for sharp screens."""
+        """Return the image, and the size at which a notebook shows it. The image has more pixels than that, for sharp screens."""
+        # A figure that is made without pyplot has no manager that would show it, but a notebook calls this method.
         image = io.BytesIO()
         self.savefig(image, format="png")
         width, height = self.get_size_inches()
@@ -64,8 +65,10 @@ class Picture(Figure):
 
 def figure(title: str, *, width: float = 11.0, height: float = 6.0) -> Figure:
     """Return an empty figure with a left-aligned title, whose parts do not overlap."""
+    # The constrained layout makes room for titles, legends and the note below, but it does not wrap text.
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12, wspace=0.06)
     fig = Picture(figsize=(width, height), layout=layout, facecolor="white")
+    # Matplotlib cannot wrap a figure's title, so the number of characters in a line is estimated from the width in inches.
     title = "\n".join(textwrap.fill(line, round(7.4 * width)) for line in title.splitlines())
     fig.suptitle(title, x=0.02, ha="left")
     return fig
@@ -82,6 +85,7 @@ def logarithmic(ax: Axes, *names: str) -> None:
     for name in names:
         ax.set(**{f"{name}scale": "log"})
         axis: Axis = getattr(ax, f"{name}axis")
+        # A locator for powers of ten leaves a short axis with one tick or none, so ticks between them are added.
         low, high = axis.get_view_interval()
         if high > 1e3 * low:
             between = [1.0]
@@ -98,6 +102,7 @@ def legend_above(ax: Axes, **options: Any) -> None:
 
 def bracket(ax: Axes, start: float, end: float, y: float, text: str) -> None:
     """Name a part of the x-axis, at height ``y``."""
+    # An annotation without text is an arrow only; this style is a line with a bar at both ends.
     bar = {"arrowstyle": "|-|", "color": GREY, "mutation_scale": 4}
     ax.annotate("", (start, y), (end, y), arrowprops=bar)
     middle: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
@@ -108,4 +113,5 @@ def note(fig: Figure, *paragraphs: str) -> None:
     """Write a few lines below a picture."""
     width = round(10 * fig.get_figwidth())
     text = "\n".join(textwrap.fill(paragraph, width) for paragraph in paragraphs if paragraph)
+    # The label of all x-axes takes part in the constrained layout, and free text on a figure does not.
     fig.supxlabel(text, fontsize=12, fontweight="normal", color=GREY, x=0.02, ha="left")
