@@ -46,6 +46,17 @@ def tokens_of(text: str) -> int:
     return count
 
 
+def wide_lines(text: str, columns: int = 100) -> list[int]:
+    """Numbers of the lines of code that are longer; docstrings and comments by themselves may be."""
+    free = docstring_lines(text)
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in LAYOUT and token.start[0] not in free:
+            code.update(range(token.start[0], token.end[0] + 1))
+    lines = text.splitlines()
+    return [number for number in sorted(code) if len(lines[number - 1]) > columns]
+
+
 def tokens(*patterns: str) -> int:
     return sum(tokens_of(path.read_text()) for pattern in patterns for path in ROOT.glob(pattern))
 
