@@ -104,8 +104,8 @@ class Problem(_inputs.Network):
         explicit = self.comm != OneDevice() and here.explicit_axes
         if explicit and jax.__version_info__ >= (0, 11):
             raise ValueError(
-                "solve_vjp inside jax.set_mesh with explicit axes works with jax 0.10 only. Call it "
-                "outside of it, on the same arrays; or take jax.vjp of lp_jax.solve."
+                "solve_vjp inside jax.set_mesh with explicit axes works with jax 0.10 only. Call "
+                "it outside of it, on the same arrays; or take jax.vjp of lp_jax.solve."
             )
         # Within the solve no type holds a place, so the results get places as those of `solve` have.
         outside = functools.partial(jax.sharding.use_abstract_mesh, NO_MESH if explicit else here)
