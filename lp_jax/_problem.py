@@ -74,7 +74,8 @@ class Problem(_inputs.Network):
         """Return the `Solution`, as `lp_jax.solve` does; the arguments are the same."""
         piping, problem = asked.value.piping, self
         if piping is not None:
-            problem = self.replace()  # on the row of the pipeline
+            # The fields are checked anew, by which ``comm=None`` becomes the row of the pipeline.
+            problem = self.replace()
         program, arrays = prepare(problem, solver, adjoint_solver, guess, adjoint_guess)
         if not program.scan:
             # A custom_vjp has no forward derivative. This mark gives its own error for it, with advice.
@@ -107,7 +108,7 @@ class Problem(_inputs.Network):
                 "solve_vjp inside jax.set_mesh with explicit axes works with jax 0.10 only. Call "
                 "it outside of it, on the same arrays; or take jax.vjp of lp_jax.solve."
             )
-        # Within the solve no type holds a place, so the results get places as those of `solve` have.
+        # Within the solve no array's type holds a sharding, so the results get shardings as those of `solve` have.
         outside = functools.partial(jax.sharding.use_abstract_mesh, NO_MESH if explicit else here)
 
         def put(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -192,7 +193,8 @@ def solve(
             `Newton`, as that system is linear). `Fastest` chooses both, and is no adjoint solver of another one.
         guess: where the first iteration starts: "constant" (``y0`` at every point) or "zeros", unless it is a cascade
             of `MGRIT`; or states at the level-0 C-points after point 0, leaves ``(ceil(N / m), ...)``, such as
-            ``Solution.trajectory`` of an earlier call. `MGRIT` then starts with a cycle.
+            ``Solution.trajectory`` of an earlier call. `MGRIT` then starts with a cycle. With "zeros" the adjoint solve starts
+            from zeros, too.
         adjoint_guess: where the adjoint solve starts: ``gradients.adjoint_trajectory`` of an earlier `solve_vjp`; None is the
             solver's own start. ``jax.grad`` returns for this argument the trajectory at which the adjoint solve *ended*.
         comm: where the layers live: on one device (None), over a mesh (`MeshComm`) or over MPI ranks (`MPIComm`).

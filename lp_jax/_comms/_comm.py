@@ -19,7 +19,7 @@ class Unit(Protocol):
     """The part of a solver that a `Comm` uses: how many layers must stay together on one worker."""
 
     def unit(self, steps: int) -> int:
-        """Number of layers that one step of the coarsest level stands for, in a network of ``steps`` layers."""
+        """Number of layers that stay together, those of one step of the coarsest level, in a network of ``steps`` layers."""
 
 
 class Operands(NamedTuple):

@@ -1,4 +1,8 @@
-"""The user's step as solvers call it. Its Python code runs once; solvers evaluate or linearise its program."""
+"""The user's step as solvers call it. Its Python code runs when it is traced; solvers evaluate or linearise its program.
+
+The code runs twice per level: once to see what it returns, and once more for the `LayerStep` that knows it, because JAX caches
+programs by the function that is traced.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence

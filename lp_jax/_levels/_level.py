@@ -1,7 +1,8 @@
 """One level of the hierarchy: a chain of dependent steps, grouped into intervals.
 
-The finest level has no right-hand side; a coarse level has another step, and the right-hand side of the FAS scheme. The adjoint
-system is a level too, reversed. So no solver asks which level it is on.
+The finest level of a forward solve has no right-hand side. A coarse level has another step, and the right-hand side of the FAS
+scheme. The adjoint system is a level too, reversed, with a right-hand side on its finest level if aux has cotangents. So cycles
+and sweeps are the same on all of them; the number of a level only picks its relaxation.
 """
 
 import dataclasses

@@ -54,7 +54,7 @@ def sweep(
     whole, left = divmod(level.intervals, size)
     carry = (_tree.zeros_like(incoming), emitted)
     # A single interval needs no loop around it.
-    if whole == level.intervals == 1:
+    if level.intervals == 1:
         return some(0, 1, carry)
     carry = _tree.fori_loop(
         0, whole, lambda k, carry: some(k * size if size > 1 else k, size, carry), carry
@@ -128,7 +128,7 @@ def _at_once(
         return _tree.fori_loop(0, count, body, (u, emitted), unroll=turns)
     # All turns are unrolled: outputs are stacked once, instead of written into an array step by step.
     outputs: list[PyTree] = []
-    for i in range(level.factor):
+    for i in range(count):
         u, outputs = body(i, (u, outputs), lambda outputs, new, _: [*outputs, new])
     return u, jax.tree.map(
         lambda *x: jnp.stack(x, axis=1), *(outputs[::-1] if level.reverse else outputs)

@@ -45,7 +45,7 @@ class Forward(NamedTuple):
     entered: CPoints | None = None
     # states that entered every layer, ``(N, ...)``; None where they are to be recomputed
     states: Stacked | None = None
-    # arrays that `Linearised` keeps for every layer, ``(N, ...)``; None with ``states``
+    # arrays that `Linearised` keeps for every layer, ``(N, ...)``; there if, and only if, ``states`` are
     linearisations: PyTree = None
 
 
@@ -84,8 +84,7 @@ def solve_adjoint(
         states = level.incoming(saved.c_points) if saved.entered is None else saved.entered
         if not recompute:
             states = entering(level, states)
-    if not recompute:
-        forward = tuple(level.linearised_at(states) for level in forward)
+    forward = tuple(level.linearised_at(states) for level in forward)
 
     def entering_coarse(span: int) -> Points:
         """States that enter every ``span``-th layer. C-points of the forward solve are taken after C-relaxation."""
@@ -247,9 +246,9 @@ def emitting(chain: Chain, cotangents: Sequence[Stacked | None]) -> tuple[Advanc
         leaves, _ = _tree.partition(jax.tree.map(jnp.asarray, aux) if cotangents else None)
         return u_next, [leaf for leaf, a in zip(leaves, cotangents, strict=True) if a is not None]
 
-    return advance, list(
-        _tree.where_rows(chain.slices.index < chain.layers, sources)
-    ) if chain.padded else sources
+    if chain.padded:
+        sources = _tree.where_rows(chain.slices.index < chain.layers, sources)
+    return advance, sources
 
 
 def emit_gradient(
@@ -345,12 +344,9 @@ def shared_gradient(
         return in_chunks(add, _tree.zeros_like(leaves), operands, most)[0]
 
     most, xs, expand = fine.chain.at_once(adjoint.at_once, _LEAST), adjoint.xs, adjoint.expand
-    if adjoint.factor == 1:
-        # Intervals of one layer have no axis for the layers within them.
-        return sum_over((*xs, cotangents))
     if expand is None:
         # All states are there, so intervals and their layers become one axis, ``(N, ...)``.
-        return sum_over(_tree.merge((*xs, cotangents)))
+        return sum_over(adjoint.merge((*xs, cotangents)))
 
     # The states of one interval at a time are recomputed, so that only those are alive.
     def interval(total: list[jax.Array], one: tuple[PyTree, State]) -> tuple[list[jax.Array], None]:

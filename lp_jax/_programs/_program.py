@@ -43,8 +43,7 @@ _TWICE = (
 
 
 # `jax.jit` caches by the identity of a function. Equal programs therefore have to share one object, which this dictionary
-# finds by equality.
-# Programs; the one used last is at the end.
+# finds by equality: keys and values are the same programs, in the order in which they were used.
 _kept: dict[Any, Any] = {}
 
 

@@ -40,6 +40,7 @@ def prepare(
     adjoint_guess: CPoints | None,
 ) -> tuple[Program, Arrays]:
     """Make the program and the arrays of a solve."""
+    # Around a probe of a plan all solvers are replaced, and a guess for others does not fit.
     if asked.value.solvers is not None:
         (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
     _inputs.solvers(solver, adjoint_solver, optional=True)
@@ -160,7 +161,7 @@ class Tracing:
         self.programs: list[core.Jaxpr] = []
         self._table: dict[StepKey, dict[Signature, tuple[LayerStep, Hoisted | None]]] = {}
         # The layer on the finest level. Its program gives the cost on which the choice of a default rests.
-        self._add(0, self.u, self.x)
+        self._add(0, self.u)
 
         processor = asked.value.processor or at_hand(comm.platform, comm.kind)
         self.workers = dataclasses.replace(workers, processor=processor)
@@ -173,6 +174,7 @@ class Tracing:
 
     def default(self, rtol: Any) -> tuple[tuple[Solver, Solver], float]:
         """The solvers that `Fastest` stands for, and their seconds."""
+        # Any solvers do: only the step as a program is wanted, to see what it couples.
         program, arrays = self.program(SWEEPS)
         workers, y, x = self.workers, self.y0, self.x
         examples, in_place, numbers = 0, 0, sum(leaf.size for leaf in jax.tree.leaves(y))
@@ -206,10 +208,10 @@ class Tracing:
             for level, transfer in enumerate((None, *need.transfers)):
                 u = u if transfer is None else _tree.shape_of(transfer[0], u)
                 # Spatial restriction changes the shape of the state, for which the step needs another trace.
-                self._add(level, u, self.x)
+                self._add(level, u)
         for need in needs:
             for other in need.steps:
-                self._add(other, self.u, self.x)
+                self._add(other, self.u)
 
         # Gradients of weights as sums of a few outer products need a special evaluation of the step's program.
         few = any(has_few(program, self.terms) for program in self.programs)
@@ -237,15 +239,15 @@ class Tracing:
             step = next(iter(table.values()))[0]
             yield which, dataclasses.replace(step, terms=terms, hoisted=tuple(hoisted))
 
-    def _add(self, which: StepKey, u: State, x: Slices) -> None:
+    def _add(self, which: StepKey, u: State) -> None:
         """Trace a step for a state, unless that was done."""
         table = self._table.setdefault(which, {})
         step, level = (self.problem.step, which) if isinstance(which, int) else (which, 0)
         if signature(u) not in table:
-            table[signature(u)] = self._trace(LayerStep(step, level, self.problem.has_aux), u, x)
+            table[signature(u)] = self._trace(LayerStep(step, level, self.problem.has_aux), u)
 
-    def _trace(self, step: LayerStep, u: State, x: Slices) -> tuple[LayerStep, Hoisted | None]:
-        problem, shared = self.problem, self.shared
+    def _trace(self, step: LayerStep, u: State) -> tuple[LayerStep, Hoisted | None]:
+        problem, x, shared = self.problem, self.x, self.shared
 
         @functools.wraps(step.step)  # errors of JAX name the user's function
         def call(u: State, x: Slices, shared: PyTree) -> PyTree:

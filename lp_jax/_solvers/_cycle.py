@@ -45,6 +45,7 @@ def fas_cycle(
     # Coarse steps around the trajectory need the states at all points, which the relaxation has anyway.
     points_too = any(level.linearise_at for level in coarser)
     u, r, incoming, points = relaxed(scheme.relaxation, scheme.c_weight, fine, u, points_too)
+    # Only the finest level's visit finds levels that want states, those of every layer, and fills them in on all levels.
     coarse, *coarser = [level.linearised_at(points) for level in coarser]
     v = restrict(fine, u)
     # Full approximation scheme: A_c(w) = A_c(v) + R r, with v the restricted C-points and r their residual.
@@ -72,7 +73,7 @@ def coarse_to_fine(scheme: Scheme, levels: Sequence[Level], kind: str) -> CPoint
     coarsest. An adjoint with sources restricts them like a cycle that starts from zeros: the C-point at the end of an
     interval gets the propagated sum of its sources.
     """
-    # there are no states yet to linearise at
+    # There are no states yet to linearise at: coarse steps are evaluated at the state that enters their interval.
     fine, coarse, *coarser = [dataclasses.replace(level, linearise_at=None) for level in levels]
     if fine.has_sources or fine.rhs is not None:
         # From zeros a sweep gives, at the end of each interval, the sum of its sources.

@@ -158,7 +158,10 @@ class Solver(CoarseStep):
     def finish(
         self, levels: Sequence[Level], u: CPoints, advance: Advance | None
     ) -> tuple[CPoints, PyTree]:
-        """Make the final sweep: the last C-points, and the trees that ``advance`` emitted at each step of the finest level."""
+        """Make the final sweep: the last C-points, and the trees that ``advance`` emitted at each step of the finest level.
+
+        Without an ``advance`` nothing is emitted. A solver that returns ``u`` itself has moved no C-point.
+        """
         return sweep(levels[0], levels[0].incoming(u), advance=advance)
 
     def stride(self, steps: int) -> int:
@@ -342,9 +345,9 @@ class Stats(NamedTuple):
 
 
 def solve_levels(solver: Solver, levels: Sequence[Level], guess: CPoints | None = None) -> CPoints:
-    """Solve by hand, on the levels of `hierarchy` or on the coarsest of them, from C-points of the first or its own start.
+    """Solve on the levels of `hierarchy` or on the coarsest of them, from C-points of the first or its own start.
 
-    It returns the C-points of the solution, leaves ``(intervals, ...)``. Nothing is measured.
+    It returns the C-points of the solution, leaves ``(intervals, ...)``, and no stats.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax

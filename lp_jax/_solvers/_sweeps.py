@@ -21,7 +21,10 @@ from lp_jax._solvers._solver import AllStates, Start, constant, require_fixed_ef
 
 
 class Swept(NamedTuple):
-    """State of the sweeps. Sums of increments are these states, so that nothing is shifted by a layer between two sweeps."""
+    """State of the sweeps: the states that enter the layers, which are exclusive prefix sums of the increments.
+
+    So nothing is shifted by a layer between two sweeps.
+    """
 
     entering: Points  # the layers, ``(n, ...)``
     last: State  # that leaves this worker's last layer
@@ -326,7 +329,7 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Residual]:
     It adds up increments and squares residuals on the way: the states of all layers pass through memory once, not four
     times. A layer's residual is known once the state that enters the next layer is.
     """
-    first, dtype = level.workers.active == 1, _tree.real_dtype(level.y0, at_least=jnp.float32)
+    alone, dtype = level.workers.active == 1, _tree.real_dtype(level.y0, at_least=jnp.float32)
     size = chunk(level.steps, level.at_once)
     stepped_from = batched(single(level), size)
 
@@ -349,7 +352,7 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Residual]:
         )
         return (total, squares, _tree.take(stepped, 0 if level.reverse else -1)), entering
 
-    start = _tree.wide(level.y0 if first else _tree.zeros_like(level.y0))
+    start = _tree.wide(level.y0 if alone else _tree.zeros_like(level.y0))
     squares = _tree.zeros_like(
         _tree.repeat(start, size), dtype
     )  # of each number; they are summed once, at the end
@@ -362,7 +365,7 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Residual]:
     summed = jax.tree.map(
         lambda x, y: jnp.sum(x, axis=0) + y, squares, squares_of(level, _tree.sub(stepped, u.last))
     )
-    if not first:
+    if not alone:
         before = _tree.add(
             _tree.wide(level.y0), level.workers.exclusive_scan(total, reverse=level.reverse)
         )
