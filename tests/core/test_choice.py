@@ -728,27 +728,29 @@ def test_a_tpu_unrolls_and_sweeps_where_the_compilers_cycles_say_so(name):
 
 
 @pytest.mark.parametrize(
-    ("layer", "state", "best"),
+    ("layer", "state"),
     [
         (
             Footprint(66_060, 262_656, 8.4e6, kernels=3, operations=6, numbers=131_329.0),
             2**17,
-            "Picard",
         ),
         (
             Footprint(4_198_412, 2_101_248, 5.4e8, kernels=3, operations=6, numbers=1.05e6),
             2**20,
-            "Serial",
         ),
     ],
     ids=["dense, 128 wide", "dense, 1,024 wide"],
 )
-def test_a_relay_over_chips_takes_turns_and_sweeps_gain_on_it(layer, state, best):
-    """By the cycles of eight v5e: 1.55 and .61 of a scan on one; of narrow layers the turns cost more than the layers."""
+def test_a_relay_over_chips_takes_turns_and_sweeps_gain_on_it(layer, state):
+    """By the cycles of eight v5e, a relay takes 1.55 and .61 of a scan on one, and sweeps to the tolerance .61 and .35.
+
+    Of narrow layers a relay's turns cost more than the layers. A few layers are left to it, as they are not worth compiling more.
+    """
     v5e, layers = processor("tpu", "TPU v5 lite"), 128
     at = Layers(layer, layers, 8, v5e, state=state, examples=0, numbers=128, recurrent=False)
     pair, _ = choose(at)
-    assert type(pair[0]).__name__ == best
+    few, _ = choose(at._replace(layers=8))
+    assert (type(pair[0]).__name__, type(few[0]).__name__) == ("Picard", "Serial")
     turns = dataclasses.replace(v5e, turn_kernels=0.0, turn_passes=0.0)
     _, without = choose(at._replace(processor=turns), None)
     _, relay = choose(at, None)
