@@ -64,7 +64,9 @@ def spread(problem: Problem, on: Mesh, solvers: Sequence[Solver | Pair]) -> dict
         look("weights", 1, count, *SERIAL, weights="examples")
         if problem.data is None:
             look("layers: pipeline", count, 1)
-            look("layers and examples: pipeline", count // 2, 2)
+            # Both ways use all devices, and each row of layers needs a neighbour to send to.
+            if count > 2 and count % 2 == 0:
+                look("layers and examples: pipeline", count // 2, 2)
     for each in ((Fastest(), Fastest()), SERIAL, *map(as_pair, solvers)):
         look(f"layers: {pair(*each)}", count, 1, *each)
     return found

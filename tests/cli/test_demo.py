@@ -68,6 +68,7 @@ def test_the_demo_trains_on_two_devices_and_tells_the_error_of_its_gradients(
     close, rough = (runs[name]["errors"][-1] for name in parallel)
     assert 1e-7 < close < 0.1 < 5 * rough and 3 * close < rough
     accuracy = {name: run["curve"][-1][1] for name, run in runs.items()}
+    # one held-out image in a hundred, as training in single precision makes rounding grow
     for name in ("data parallel", "layer-parallel"):
         np.testing.assert_allclose(accuracy[name], accuracy["exact"], atol=0.01)
     assert "an exact step is 192 evaluations of one layer" in printed

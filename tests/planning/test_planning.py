@@ -529,6 +529,9 @@ def test_without_examples_for_every_device_only_layers_are_spread():
     )
     assert divided["layers: Serial()"].memory["arguments"] >= inputs // 2
     assert not [way for way in divided if "pipeline" in way]
+    three = jax.make_mesh((3,), ("any",), devices=jax.devices()[:3])
+    odd = lp_jax.plan(network_of_shapes(3, ()), topology=three).spread
+    assert [way for way in odd if "pipeline" in way] == ["layers: pipeline"]
     found = lp_jax.plan(network_of_shapes(3, ()), topology=mesh)
     assert list(found.spread) == ["one device", "layers: Fastest()", "layers: Serial()"]
     full = planning.Compiled("a chip", 1, {"all": 2**31}, 2**30, 1.0)
