@@ -17,7 +17,6 @@ from benchmarks.harness import Tell
 from benchmarks.networks import NETWORKS, SERIAL
 from benchmarks.one_device import Entry
 from lp_jax import planning
-from lp_jax.planning._words import summary
 
 
 def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
@@ -25,7 +24,7 @@ def field(row: Row, options: argparse.Namespace, tell: Tell) -> Field:
     network = NETWORKS[name](width, layers, batch, **({"size": 8} if name == "conv" else {}))
     weights, x = jax.tree.map(jax.numpy.asarray, (network.weights, network.x))
     taken = planning.default(lp_jax.Problem(**network.problem(weights, x, SERIAL)))
-    about = summary(taken.solver) + (" at most" if taken.solver.has_tolerance else "")
+    about = taken.solver.summary + (" at most" if taken.solver.has_tolerance else "")
     entries = [
         Entry("lax.scan", network),
         Entry("lax.scan again", network),

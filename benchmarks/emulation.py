@@ -21,7 +21,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import lp_jax
 from lp_jax import MGRIT, Identity, Picard, Rediscretize, Serial, planning
-from lp_jax.planning._words import summary
 
 WIDTH, EXAMPLES, TIME = 4, 16, 2.0
 """Of the layers that are really computed; and the time that all of them span."""
@@ -307,7 +306,7 @@ def build(name: str, place: Place, layers: int, machine: planning.Machine) -> Pr
     if named.chooses:
         problem = lp_jax.Problem(step, held, states, t1=TIME, comm=comm)
         taken = planning.default(problem, solver=named)
-        facts["takes"] = summary(taken.solver)
+        facts["takes"] = taken.solver.summary
         pair_taken: Any = taken.solver, taken.adjoint_solver
     else:
         pair_taken = pair

@@ -56,7 +56,6 @@ from benchmarks.manifest import cores
 from lp_jax import Newton, Picard, Secant, nn, planning
 from lp_jax._choice._processor import processor
 from lp_jax.planning import _measure
-from lp_jax.planning._words import summary
 
 SECONDS, EXACT = 600, "float32 in full"
 OF_CUDNN = 8192  # steps; it refuses 65,536 of 16 examples
@@ -131,7 +130,7 @@ def taken(model: Model, x: Any) -> dict[str, Any]:
     """The default's solver in words, and its predicted seconds of value and gradient."""
     body, init, xs = model.parts(jax.tree.map(jnp.asarray, model.weights), jnp.asarray(x))
     default = planning.default(lp_jax.scanned(body, init, xs))
-    about = summary(default.solver) + (" at most" if default.solver.has_tolerance else "")
+    about = default.solver.summary + (" at most" if default.solver.has_tolerance else "")
     return {"took": about, "predicted": default.seconds}
 
 

@@ -140,7 +140,7 @@ def _of_default(network: Network, mesh: Mesh) -> tuple[Pair, str]:
     name = f"{type(pair[0]).__name__}, {1e3 * taken.seconds:.3g} ms predicted"
     usual = TYPICAL[type(pair[0]).__name__]
     fixed = (
-        planning.with_effort(s, min(n, s.iterations)) if s.has_tolerance else s
+        s.with_effort(min(n, s.iterations)) if s.has_tolerance else s
         for s, n in zip(pair, usual, strict=True)
     )
     return cast(Pair, tuple(fixed)), name

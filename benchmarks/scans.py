@@ -256,9 +256,9 @@ def in_a_row(solver: lp_jax.Solver, taken: int, steps: int) -> int:
     """Evaluations that wait for each other: all steps at once in an iteration and once in the end, or those of cycles."""
     if solver.stride(steps) == 1 and not solver.exact:
         return taken + 1
-    return planning.training_step(
-        planning.with_effort(solver, taken), lp_jax.Serial(), steps
-    ).depth("forward")
+    return planning.training_step(solver.with_effort(taken), lp_jax.Serial(), steps).depth(
+        "forward"
+    )
 
 
 def verdict(converged: bool, waiting: int, steps: int) -> str:

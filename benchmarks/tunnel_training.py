@@ -215,9 +215,7 @@ class Training:
         cycles = _iterations("forward_residual", row)
         if not cycles:
             return Serial(), Serial()
-        return planning.with_effort(self.pair[0], cycles), planning.with_effort(
-            self.pair[1], adjoint
-        )
+        return self.pair[0].with_effort(cycles), self.pair[1].with_effort(adjoint)
 
     @property
     def cycles(self) -> float:

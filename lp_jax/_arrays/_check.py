@@ -41,6 +41,11 @@ _SAME = (  # synonyms, of this field and of other libraries
 )
 
 
+def numbered(number: int, what: str) -> str:
+    """Return "1 sweep", "2 sweeps"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def integer(name: str, value: object, *, least: int) -> int:
     """Return ``value`` as an int; refuse it below ``least``."""
     wanted = f"{name} must be an integer, at least {least}; got"

@@ -18,7 +18,7 @@ from lp_jax._arrays._types import CPoints, Points, PyTree, Scalar, SliceStep, St
 from lp_jax._comms._workers import Local, Workers, select
 
 
-@register("xs", "shared", "y0", "rhs", "gathered", "unit", "chain")
+@register("xs", "shared", "y0", "rhs", "gathered", "scale", "chain")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
     """A chain of steps in intervals of ``factor`` steps: ``u[n+1] = step(u[n], x[n], shared) + rhs[n]``, ``u[0] = y0``.
@@ -58,11 +58,12 @@ class Level:
     transfer: Transfer | None = None
     # from one interval's ``xs`` to operands of each step
     expand: Callable[[PyTree, PyTree], PyTree] | None = None
-    # puts the states of the last relaxation into ``xs``
-    linearise_at: Callable[[PyTree, Points], PyTree] | None = None
+    # puts the states that entered all layers in the last relaxation into ``xs``; None if the steps need no such states
+    with_states: Callable[[PyTree, Points], PyTree] | None = None
     # operands of all workers' steps, where the level is solved on every worker
     gathered: PyTree = None
-    unit: Scalar | None = None  # size of the states, in which residuals are squared; None for 1
+    # size of the states, by which residuals are divided before they are squared; None for 1
+    scale: Scalar | None = None
     # step whose Jacobian Newton takes; of an adjoint level the one that is transposed
     origin: SliceStep | None = None
     has_sources: bool = False  # whether the steps are affine: an adjoint with sources
@@ -122,25 +123,25 @@ class Level:
             and self.steps > 0
         )
 
-    def c_points(self, points: Points) -> CPoints:
-        """The C-points among the states after every step, leaves ``(steps, ...)``."""
+    def c_points(self, leaving: Points) -> CPoints:
+        """The C-points among the states that leave every step, leaves ``(steps, ...)``."""
         edge = 0 if self.reverse else -1
         # A C-point is the last point of its interval in the order of the chain.
-        u = jax.tree.map(lambda x: x[:, edge], _tree.split(points, self.factor))
+        u = jax.tree.map(lambda x: x[:, edge], _tree.split(leaving, self.factor))
         if self.ends_short:
             here, at = self.workers.end(self.span, self.steps)
             # The chain ends before the last position of its interval, so the C-point is taken from where it ends.
             last = at // self.factor
-            u = _tree.put(u, select(here, _tree.take(points, at), _tree.take(u, last)), last)
+            u = _tree.put(u, select(here, _tree.take(leaving, at), _tree.take(u, last)), last)
         return u
 
-    def with_c_points(self, points: Points, u: CPoints) -> Points:
-        """Set the last of ``points`` to the last C-point, where the chain ends within an interval."""
+    def with_c_points(self, leaving: Points, u: CPoints) -> Points:
+        """Set the last state of the chain to the last C-point, where the chain ends within an interval."""
         if not self.ends_short:
-            return points
+            return leaving
         here, at = self.workers.end(self.span, self.steps)
         return _tree.put(
-            points, select(here, _tree.take(u, at // self.factor), _tree.take(points, at)), at
+            leaving, select(here, _tree.take(u, at // self.factor), _tree.take(leaving, at)), at
         )
 
     def with_rhs(self, rhs: Points) -> "Level":
@@ -153,13 +154,13 @@ class Level:
         workers = Local(layers=steps, held=(steps,), processor=self.workers.processor)
         return dataclasses.replace(self, xs=xs, rhs=rhs, y0=y0, workers=workers)
 
-    def linearised_at(self, states: Points) -> "Level":
-        """This level with its steps linearised at the ``states`` that enter every layer, if the steps need them."""
-        if self.linearise_at is None:
+    def fill_in(self, states: Points) -> "Level":
+        """This level with the ``states`` that enter every layer among its operands, if its steps need them."""
+        if self.with_states is None:
             return self
         # Group the states of all layers by steps of this level, then by its intervals.
         states = self.split(_tree.split(states, self.span))
-        return dataclasses.replace(self, xs=self.linearise_at(self.xs, states), linearise_at=None)
+        return dataclasses.replace(self, xs=self.with_states(self.xs, states), with_states=None)
 
     def with_gathered(self, solves: int) -> "Level":
         """This level with the operands of all workers, if that makes ``solves`` solves of it faster.
@@ -168,20 +169,20 @@ class Level:
         """
         total = self.workers.total(self.span)
         # A level whose step is the identity is a prefix sum, which needs no operands.
-        stays = self.step is identity or self.linearise_at is not None
+        stays = self.step is identity or self.with_states is not None
         if stays or not self.workers.prefers_gather(self.xs, self.y0, total, solves):
             return self
         return dataclasses.replace(self, gathered=self.workers.gather(self.xs, self.span))
 
     def norm(self, residual: "Residual") -> jax.Array:
         """Return the 2-norm of the residuals of all workers, from what `measure` says of each worker's."""
-        return self.in_units(self.workers.sum(residual.total))
+        return self.norm_of(self.workers.sum(residual.total))
 
-    def in_units(self, squares: jax.Array) -> jax.Array:
-        """Return the square roots of sums of squares of this level, undoing its unit."""
+    def norm_of(self, squares: jax.Array) -> jax.Array:
+        """Return the norms that belong to sums of squares over all workers."""
         root = jnp.sqrt(squares)
-        # The squares were taken in units of the level.
-        return root if self.unit is None else root * self.unit.astype(root.dtype)
+        # The squares were taken of numbers divided by the level's scale.
+        return root if self.scale is None else root * self.scale.astype(root.dtype)
 
     def advance(self, u: State, x: PyTree, shared: PyTree) -> tuple[State, None]:
         """The step as an `Advance` that emits nothing."""
@@ -192,8 +193,8 @@ class Residual(NamedTuple):
     """Residuals of this worker, as a solver returns them to the driver. Both fields are trees like a state.
 
     Attributes:
-        squares: sums of squared magnitudes over the C-points, for each component, in units of the level so that they neither
-            overflow nor vanish; `Level.norm` makes them the 2-norm over all workers.
+        squares: sums of squared magnitudes over the C-points, for each component, divided by the level's scale so that they
+            neither overflow nor vanish; `Level.norm` makes them the 2-norm over all workers.
         largest: largest magnitude of each component, which a tolerance is compared with; None if changes are.
     """
 
@@ -223,13 +224,13 @@ def measure(level: Level, residuals: CPoints) -> Residual:
 
 
 def squares_of(level: Level, tree: PyTree) -> PyTree:
-    """Squared magnitudes, in units of the level and in at least single precision."""
+    """Squared magnitudes, divided by the level's scale before, in at least single precision."""
     dtype = _tree.real_dtype(tree, at_least=jnp.float32)
 
     def leaf(x: jax.Array) -> jax.Array:
         size = jnp.abs(x)
-        if level.unit is not None:
-            size = size * (1 / level.unit).astype(size.dtype)
+        if level.scale is not None:
+            size = size * (1 / level.scale).astype(size.dtype)
         return jnp.square(size.astype(dtype))
 
     return jax.tree.map(leaf, tree)

@@ -29,7 +29,7 @@ class Relaxed(NamedTuple):
     residual: CPoints  # at the C-points
     incoming: CPoints  # states that enter the intervals
     # states that enter every step, ``(steps, ...)``; None where they are not needed
-    points: Points | None = None
+    entered: Points | None = None
 
 
 def f_relax(level: Level, u: CPoints) -> Points:
@@ -66,36 +66,35 @@ def relaxed(
     weight: jax.Array | float,
     level: Level,
     u: CPoints,
-    points: bool,
+    keeps_entered: bool,
 ) -> Relaxed:
-    """Relax by the rule for this level, then compute the residual; with the states that enter every step if ``points``."""
+    """Relax by the rule for this level, then compute the residual; with the states that enter every step if wanted."""
     rules: tuple[Relaxation, ...] = per_level(relaxation)
     rule = at_level(rules, level.number)
     if callable(rule):
-        u = rule(level, u)
-    # With points the last sweep is another one than the C-relaxations, so these are not in one loop with it.
-    elif points:
-        for _ in range(rule.count("C")):
-            u = c_relax(level, u, weight)
+        u, relaxations = rule(level, u), 0
     else:
+        relaxations = rule.count("C")
+    if keeps_entered:
+        # The last sweep emits states and the C-relaxations do not, so they are not turns of one loop.
+        for _ in range(relaxations):
+            u = c_relax(level, u, weight)
+        incoming = level.incoming(u)
+        swept, entered = sweep(level, incoming, advance=_with_incoming(level))
+        return Relaxed(u, _tree.sub(swept, u), incoming, level.merge(entered))
 
-        def sweeps(
-            carry: tuple[CPoints, CPoints, CPoints], _: None
-        ) -> tuple[tuple[CPoints, CPoints, CPoints], None]:
-            u, swept, _ = carry
-            # In the first turn ``swept`` is ``u``, so that only the residual's sweep is done without a C-relaxation.
-            u = _tree.blend(weight, swept, u)
-            incoming = level.incoming(u)
-            return (u, sweep(level, incoming)[0], incoming), None
+    def sweeps(
+        carry: tuple[CPoints, CPoints, CPoints], _: None
+    ) -> tuple[tuple[CPoints, CPoints, CPoints], None]:
+        u, swept, _ = carry
+        # In the first turn ``swept`` is ``u``, so that only the residual's sweep is done without a C-relaxation.
+        u = _tree.blend(weight, swept, u)
+        incoming = level.incoming(u)
+        return (u, sweep(level, incoming)[0], incoming), None
 
-        # C-relaxations, and the sweep of the residual, in one loop
-        (u, swept, incoming), _ = _tree.scan(sweeps, (u, u, u), length=rule.count("C") + 1)
-        return Relaxed(u, _tree.sub(swept, u), incoming)
-    incoming = level.incoming(u)
-    if not points:
-        return Relaxed(u, _tree.sub(sweep(level, incoming)[0], u), incoming)
-    swept, entered = sweep(level, incoming, advance=_with_incoming(level))
-    return Relaxed(u, _tree.sub(swept, u), incoming, level.merge(entered))
+    # C-relaxations, and the sweep of the residual, in one loop: each sweep is compiled once.
+    (u, swept, incoming), _ = _tree.scan(sweeps, (u, u, u), length=relaxations + 1)
+    return Relaxed(u, _tree.sub(swept, u), incoming)
 
 
 def per_level(setting: T | tuple[T, ...]) -> tuple[T, ...]:
@@ -115,11 +114,12 @@ def entering(level: Level, incoming: CPoints) -> Points:
     # One step less is evaluated, as the state after the last step of an interval enters none of its steps.
     last, entered = sweep(level, incoming, advance=_with_incoming(level), count=level.factor - 1)
 
-    def points(f: jax.Array, e: jax.Array) -> jax.Array:
-        parts = [f[:, None], e[:, 1:]] if level.reverse else [e[:, :-1], f[:, None]]
+    def with_last(last: jax.Array, entered: jax.Array) -> jax.Array:
+        last = last[:, None]
+        parts = [last, entered[:, 1:]] if level.reverse else [entered[:, :-1], last]
         return jnp.concatenate(parts, axis=1)
 
-    return _tree.merge(jax.tree.map(points, last, entered))
+    return _tree.merge(jax.tree.map(with_last, last, entered))
 
 
 def _with_incoming(level: Level) -> Advance:

@@ -19,13 +19,13 @@ def sweep(
 ) -> tuple[CPoints, PyTree]:
     """Propagate states through the first ``count`` steps of their intervals (by default all), all intervals at once.
 
-    It returns the states reached, ``(intervals, ...)``, and what ``advance``, in the place of the level's step, emitted at each
-    step, grouped as by `Level.split`.
+    It returns the states reached, ``(intervals, ...)``, and the trees that ``advance`` emitted at each step, grouped as by
+    `Level.split`. An ``advance`` is the level's step with something to emit; without one, the step itself is evaluated.
     """
     if level.factor == 1:
         # Intervals of one step are independent steps, without a loop within them.
         return each(level, single(level, advance), incoming)(incoming, (level.xs, level.rhs))
-    count, emitted = level.factor if count is None else count, None
+    count, emitted = count or level.factor, None
     if advance is not None:
         # Outputs of a loop are written into an array that is carried along, ``(intervals, factor, ...)``.
         room = _room(level, advance, *_tree.entry_like((incoming, level.xs)))
@@ -188,6 +188,7 @@ def single(
 
     def step(u: State, operands: tuple[PyTree, State | None]) -> tuple[State, PyTree]:
         xs, rhs = operands
+        # The step is called directly, not by `Level.advance`, which would be one more call in every traceback.
         u, emitted = (
             advance(u, xs, level.shared) if advance else (level.step(u, xs, level.shared), None)
         )

@@ -108,7 +108,7 @@ class Changes(NamedTuple):
     last: State  # of that state
 
 
-def unit_of(level: Level) -> Scalar:
+def scale_of(level: Level) -> Scalar:
     """Size of the states: the largest number of ``y0``, if there is a finite one that is not zero."""
     dtype = _tree.real_dtype(level.y0, at_least=jnp.float32)
 
@@ -123,10 +123,10 @@ def changes(level: Level, before: tuple[Points, State], after: tuple[Points, Sta
     """Compare the states of this worker, and the one that leaves it, before and after an iteration."""
     (old, old_last), (new, new_last) = before, after
     # Only the worker with the end of the chain has its last state; the others contribute zeros to the maximum.
-    ends = level.workers.index() == level.workers.first(not level.reverse)
+    has_end = level.workers.index() == level.workers.first(not level.reverse)
 
     def of_the_end(state: State) -> State:
-        return largest(jax.tree.map(lambda x: jnp.where(ends, x, 0)[None], state))
+        return largest(jax.tree.map(lambda x: jnp.where(has_end, x, 0)[None], state))
 
     return Changes(
         change=largest(_tree.sub(new, old)),
@@ -222,8 +222,8 @@ def growth(level: Level, squares: State) -> Scalar:
     def leaf(y: jax.Array, squares: jax.Array) -> jax.Array:
         first, last = squares[0], squares[-1]
         rounding = _ROUNDING * eps_of(y) * jnp.abs(y).astype(last.dtype)
-        if level.unit is not None:
-            rounding /= level.unit.astype(last.dtype)
+        if level.scale is not None:
+            rounding /= level.scale.astype(last.dtype)
         # ``last / (first + last)`` is 1/2 where the residual stayed the same, in any units.
         both = jnp.where(last <= level.intervals * jnp.square(rounding), 0, first + last)
         counts = (both > 0) & jnp.isfinite(first)

@@ -65,10 +65,11 @@ def solve_adjoint(
     forward = solver.discretize(chain)
     # The adjoint solver may coarsen otherwise than the forward solver, so its levels are made anew from the same chain.
     fine, linearised = forward[0], None if saved.linearisations is None else chain.linearised
-    # Some coarse steps are linearised at all states of the finest level, and then those states must exist before the solve.
-    needs_states = any(level.linearise_at for level in forward)
+    # Some coarse steps have all states of the finest level as operands, and then those states must exist before the solve.
+    needs_states = any(level.with_states for level in forward)
     # States can be recomputed inside each sweep if both solves cut the chain into the same intervals, and if the intervals are
-    # not evaluated all at once, as then all states would be alive together anyway.
+    # not evaluated all at once, as then all states would be alive together anyway. A single interval that is evaluated layer
+    # by layer counts as not at once, hence the 2.
     recompute = (
         saved.states is None
         and stride == fine.factor > 1
@@ -84,7 +85,7 @@ def solve_adjoint(
         states = level.incoming(saved.c_points) if saved.entered is None else saved.entered
         if not recompute:
             states = entering(level, states)
-    forward = tuple(level.linearised_at(states) for level in forward)
+    forward = tuple(level.fill_in(states) for level in forward)
 
     def entering_coarse(span: int) -> Points:
         """States that enter every ``span``-th layer. C-points of the forward solve are taken after C-relaxation."""
@@ -112,15 +113,14 @@ def solve_adjoint(
 
     if isinstance(guess, str):
         guess = _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
-    elif (
-        guess is not None and chain.workers.padded
-    ):  # padding comes before the first step of the chain
+    elif guess is not None and chain.workers.padded:
         number = chain.workers.start(fine.interval_span) + jnp.arange(
             fine.intervals, dtype=jnp.int32
         )
-        # `number` counts intervals over all workers. Those that only pad pass the cotangent of y1 through unchanged.
-        inert = number >= chain.workers.total(fine.interval_span)
-        guess = jax.vmap(lambda pads, lam: _tree.where(pads, y1_cotangent, lam))(inert, guess)
+        # Intervals that only pad come before the first step of the reversed chain, and pass the cotangent of y1 through
+        # unchanged. Any other guess for them would be measured as a residual or a change.
+        real = number < chain.workers.total(fine.interval_span)
+        guess = _tree.where_rows(real, guess, _tree.repeat(y1_cotangent, fine.intervals))
     # From here on `lam` holds the cotangents at the C-points, leaves (intervals, ...).
     lam, stats = iterate(solver, levels, guess)
     weights, combine = _tree.partition(fine.shared)

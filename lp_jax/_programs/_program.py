@@ -44,7 +44,7 @@ _TWICE = (
 
 # `jax.jit` caches by the identity of a function. Equal programs therefore have to share one object, which this dictionary
 # finds by equality: keys and values are the same programs, in the order in which they were used.
-_kept: dict[Any, Any] = {}
+_canonical: dict[Any, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Program:
     relay: str = ""
     mapped: Mapped | None = None  # the microbatches, if `arrays` have some
     done: int = DONE  # result code of a solve that did what was asked
-    ends: bool = False  # whether the gradient has the cotangents at which the adjoint solve ended
+    final: bool = False  # whether the gradient has the cotangents at which the adjoint solve ended
 
-    def ended(self, result: jax.Array) -> jax.Array:
+    def code_of(self, result: jax.Array) -> jax.Array:
         """The result code of a solve, which is `SERIAL` in the place of `DONE` where nothing else was tried."""
         return (
             result
@@ -77,17 +77,17 @@ class Program:
     def solve(self, arrays: Arrays) -> Output:
         """Solve by a scan that JAX differentiates, or by iterations whose gradient is an adjoint solve."""
         if self.scan:
-            return self.kept.propagate(arrays)
+            return self.canonical.propagate(arrays)
 
         # JAX must not differentiate through the iterations: the gradient is that of the limit, which the adjoint system gives.
         @jax.custom_vjp
         def solve(arrays: Arrays) -> Output:
-            return self.kept.forward(arrays, keep=False)[0]
+            return self.canonical.forward(arrays, keep=False)[0]
 
         def fwd(primals: PyTree) -> tuple[Output, PyTree]:
             # With symbolic zeros JAX passes each primal with a flag whether it is perturbed. Only the values matter here.
             arrays = custom_vjp_primal_tree_values(primals)
-            out, saved = self.kept.forward(arrays, keep=True)
+            out, saved = self.canonical.forward(arrays, keep=True)
             return out, (arrays, saved, (out[0], out[1], out[2][0].result))
 
         def bwd(
@@ -98,7 +98,7 @@ class Program:
             # A symbolic zero in the cotangent of aux means that the loss does not use that leaf, so its source is left out.
             seen = seen_of(aux, cotangents[1])
             try:
-                gradient, stats = self.kept.backward(arrays, saved, y1_cotangent, seen)
+                gradient, stats = self.canonical.backward(arrays, saved, y1_cotangent, seen)
             # JAX raises NameError for an axis name that it does not know.
             except NameError as error:
                 raise NameError(f"{error} {_NO_AXIS}") from error
@@ -119,7 +119,7 @@ class Program:
         """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
         if not self.scan:
             # The caller wants the final cotangents, which a relay does not return.
-            own = dataclasses.replace(self, relay="", ends=True).kept
+            own = dataclasses.replace(self, relay="", final=True).canonical
             out, saved = own.forward(arrays, keep=True)
             return out, functools.partial(own.backward, arrays, saved)
 
@@ -150,13 +150,13 @@ class Program:
         return pad_slices(slices, self.workers.rows[1], self.workers.layers)
 
     @functools.cached_property
-    def kept(self) -> "Program":
+    def canonical(self) -> "Program":
         """The program equal to this one that was used before: JAX may have compiled its functions already.
 
         It goes when the step does. It has no strong reference to it, because a step closes over arrays.
         """
 
-        def forget(_: object, programs: dict[Any, Any] = _kept) -> None:
+        def forget(_: object, programs: dict[Any, Any] = _canonical) -> None:
             programs.pop(itself(), None)
 
         # The dictionary holds the steps weakly. `forget` is called when a step is collected, and removes its programs.
@@ -165,12 +165,12 @@ class Program:
         itself = weakref.ref(own)
         try:
             # Popping and setting again moves the program to the end.
-            found = _kept.pop(own, own)
+            found = _canonical.pop(own, own)
         except TypeError:  # the step is not hashable
             return self
-        _kept[found] = found
-        if len(_kept) > 32:  # each has its compiled functions, some MB
-            del _kept[next(iter(_kept))]
+        _canonical[found] = found
+        if len(_canonical) > 32:  # each has its compiled functions, some MB
+            del _canonical[next(iter(_canonical))]
         return found
 
     @functools.cached_property
@@ -246,7 +246,7 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
         swept = keep and not keep_states and iterated is not None and iterated is not u
         entered = levels[0].incoming(iterated) if swept else None
         y1 = levels[0].last(u)
-        stats = stats._replace(result=program.ended(if_finite(stats.result, y1)))
+        stats = stats._replace(result=program.code_of(if_finite(stats.result, y1)))
         return (Forward(u, entered, states, linearisations), aux), (y1, stats)
 
     spread = program.slots(arrays.slices), workers.pad(arrays.guess, program.stride)
@@ -265,7 +265,7 @@ def _backward(
 ) -> tuple[Arrays, Stats]:
     """The adjoint solve: the gradient and the stats.
 
-    If the program has ``ends``, the ``adjoint_guess`` of the gradient holds the final cotangents.
+    If the program has ``final``, the ``adjoint_guess`` of the gradient holds the final cotangents.
     """
     solver, workers, stride = arrays.adjoint_solver, program.workers, program.adjoint_stride
 
@@ -280,7 +280,7 @@ def _backward(
         gradient, stats = solve_adjoint(
             chain, solver, saved, program.stride, cotangent, seen, start
         )
-        ended = gradient.adjoint_guess if program.ends else None
+        ended = gradient.adjoint_guess if program.final else None
         return (gradient.slices, ended), (gradient.y0, gradient.shared, stats)
 
     spread = (
@@ -294,7 +294,7 @@ def _backward(
     )
     report_stats("adjoint", solver, workers.layers, stats)
     gradient = Arrays(workers.trim(slices), y0, shared, adjoint_guess=workers.trim(ended, stride))
-    return gradient, stats._replace(result=program.ended(stats.result))
+    return gradient, stats._replace(result=program.code_of(stats.result))
 
 
 def _or_zeros(cotangent: jax.Array | SymbolicZero | None, like: jax.Array) -> jax.Array:

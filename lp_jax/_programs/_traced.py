@@ -103,7 +103,7 @@ def prepare(
         relay=relay,
         # `SERIAL` tells users that the default found nothing faster than serial propagation.
         done=SERIAL if named.chooses and solver.exact else DONE,
-        ends=adjoint_guess is not None,
+        final=adjoint_guess is not None,
     )
     return program, arrays
 

@@ -21,8 +21,8 @@ class Coarse(NamedTuple):
 
     step: SliceStep  # ``step(u, x, shared) -> u_next``, through one interval
     xs: PyTree  # its operands, leaves ``(intervals, ...)``
-    # puts the states of the last relaxation into ``xs``
-    linearise_at: Callable[[PyTree, Points], PyTree] | None = None
+    # ``with_states(xs, states) -> xs``: puts the states that entered the interval's layers in the last relaxation into ``xs``
+    with_states: Callable[[PyTree, Points], PyTree] | None = None
 
 
 def coarser(
@@ -42,7 +42,7 @@ def coarser(
         at_once=max(1, level.at_once // level.factor),
         unroll=1,
         transfer=transfer,
-        linearise_at=coarse.linearise_at,
+        with_states=coarse.with_states,
     )
 
 
@@ -69,6 +69,11 @@ class CoarseStep(abc.ABC):
         """Whether one step with a longer dt replaces several layers, so that the step must use its dt."""
         return False
 
+    @property
+    def summary(self) -> str:
+        """A few words on it, for titles and notes; by default the name of its class."""
+        return type(self).__name__
+
     @abc.abstractmethod
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         """Make the steps of a coarse ``level`` of all layers, the ``chain``, in intervals of ``span`` of them.
@@ -88,6 +93,8 @@ class Identity(CoarseStep):
         Identity()
     """
 
+    summary = "the identity"
+
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         return Coarse(identity, _tree.split(chain.slices, span))
 
@@ -98,6 +105,10 @@ class PerInterval(CoarseStep):
     """A function ``f(step, y, layers) -> y`` as in `MGRIT`; only ``step`` sees ``shared`` and ``level``."""
 
     function: Callable[[Callable[[State, Layer], State], State, Layer], State]
+
+    @property
+    def summary(self) -> str:
+        return f"the function {getattr(self.function, '__name__', self.function)}"
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         step = chain.step(level)
@@ -145,6 +156,11 @@ class Rediscretize(CoarseStep):
     def __post_init__(self) -> None:
         if not callable(self.params):
             _check.one_of("params", self.params, ("inject", "mean"), otherwise="or a function")
+
+    @property
+    def summary(self) -> str:
+        rule = self.params if isinstance(self.params, str) else "a function"
+        return f"the layer with the interval's dt, parameters by {rule}"
 
     def coarsen(self, chain: Chain, level: int, span: int, *, at_once: int) -> Coarse:
         slices, weights = chain.slices, None

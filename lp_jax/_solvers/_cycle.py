@@ -43,10 +43,10 @@ def fas_cycle(
     """
     fine, *coarser = levels
     # Coarse steps around the trajectory need the states at all points, which the relaxation has anyway.
-    points_too = any(level.linearise_at for level in coarser)
-    u, r, incoming, points = relaxed(scheme.relaxation, scheme.c_weight, fine, u, points_too)
+    needs_states = any(level.with_states for level in coarser)
+    u, r, incoming, entered = relaxed(scheme.relaxation, scheme.c_weight, fine, u, needs_states)
     # Only the finest level's visit finds levels that want states, those of every layer, and fills them in on all levels.
-    coarse, *coarser = [level.linearised_at(points) for level in coarser]
+    coarse, *coarser = [level.fill_in(entered) for level in coarser]
     v = restrict(fine, u)
     # Full approximation scheme: A_c(w) = A_c(v) + R r, with v the restricted C-points and r their residual.
     rhs = coarse_rhs(coarse, v, restrict(fine, r), restrict(fine, incoming))
@@ -73,8 +73,8 @@ def coarse_to_fine(scheme: Scheme, levels: Sequence[Level], kind: str) -> CPoint
     coarsest. An adjoint with sources restricts them like a cycle that starts from zeros: the C-point at the end of an
     interval gets the propagated sum of its sources.
     """
-    # There are no states yet to linearise at: coarse steps are evaluated at the state that enters their interval.
-    fine, coarse, *coarser = [dataclasses.replace(level, linearise_at=None) for level in levels]
+    # There are no states yet to fill in: coarse steps are evaluated at the state that enters their interval.
+    fine, coarse, *coarser = [dataclasses.replace(level, with_states=None) for level in levels]
     if fine.has_sources or fine.rhs is not None:
         # From zeros a sweep gives, at the end of each interval, the sum of its sources.
         zeros = _tree.zeros_like(_tree.repeat(fine.y0, fine.intervals))

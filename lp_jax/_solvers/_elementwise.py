@@ -367,6 +367,7 @@ class Elementwise(AllStates):
     """
 
     iterations = 0
+    summary = "serial, in one kernel"
 
     def discretize(self, chain: Chain) -> tuple[Level, ...]:
         if chain.workers.size > 1 or chain.padded or jax.sharding.get_abstract_mesh().manual_axes:

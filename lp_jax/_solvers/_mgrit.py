@@ -18,7 +18,7 @@ from lp_jax._levels._sweep import sweep
 from lp_jax._solvers._coarse_step import CoarseStep, PerInterval, coarser
 from lp_jax._solvers._cycle import VISITS, Scheme, coarse_to_fine, fas_cycle
 from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import Needs, Solver, Start, constant
+from lp_jax._solvers._solver import Needs, Solver, Start
 from lp_jax._solvers._sweeps import Picard
 
 Cycle: TypeAlias = Callable[[Sequence[Level], CPoints], tuple[CPoints, Residual]]
@@ -96,6 +96,7 @@ class MGRIT(Solver):
     spatial: Transfer | tuple[Transfer | None, ...] | None = None
     storage: str = "c_points"
     at_once: int | float | str = "auto"
+    iteration_name = "cycle"
 
     def __post_init__(self) -> None:
         if callable(self.coarse_step) and not isinstance(self.coarse_step, type | CoarseStep):
@@ -185,7 +186,7 @@ class MGRIT(Solver):
             coarse = cast(CoarseStep, self.coarse_step).coarsen(
                 chain, number, levels[-1].interval_span, at_once=at_once
             )
-            if coarse.linearise_at is not None and any(transfer):
+            if coarse.with_states is not None and any(transfer):
                 raise ValueError(
                     'coarse_step takes the states of the finest level (around="trajectory"), '
                     "which do not fit on a level that "
@@ -193,6 +194,8 @@ class MGRIT(Solver):
                 )
             levels.append(coarser(levels[-1], coarse, factor, transfer[number]))
         if self.coarsest.exact:
+            # The number of solves is that of V-cycles. F- and W-cycles make more, and a tolerance may be met earlier. It only
+            # decides which way of solving sends less: both ways have the same results.
             levels[-1] = levels[-1].with_gathered(self.iterations)
         return tuple(levels)
 
@@ -200,7 +203,7 @@ class MGRIT(Solver):
         if self.start == "cascade":
             kind = "V" if callable(self.cycle) else self.cycle
             return Start(coarse_to_fine(self._scheme, levels, kind), spent=1)
-        return Start(constant(levels[0], guess))
+        return super().init(levels, guess)
 
     def improve(self, levels: Sequence[Level], state: CPoints) -> tuple[CPoints, Residual]:
         if callable(self.cycle):

@@ -183,6 +183,14 @@ class Newton(AllStates):
         return dataclasses.replace(self, iterations=1, relaxations=0) if self._is_exact else self
 
     @property
+    def summary(self) -> str:
+        kind = "" if self.jacobian == "full" else f" with {self.jacobian} Jacobians"
+        start = ""
+        if self.relaxations:
+            start = f" after {_check.numbered(self.relaxations, 'relaxation')}"
+        return f"{self.effort}{start}{kind}"
+
+    @property
     def _is_exact(self) -> bool:
         """Whether one iteration solves a linear system."""
         return self.jacobian == "full" and self.damping is None and self.jacobian_of is None

@@ -38,6 +38,7 @@ class Serial(Solver):
     checkpoint_every: int | None = None
     iterations = 0
     exact = in_turn = True
+    summary = "serial"
 
     def __post_init__(self) -> None:
         if self.checkpoint_every is not None:

@@ -25,7 +25,7 @@ from lp_jax._levels._tolerance import (
     changes,
     growth,
     hopeless,
-    unit_of,
+    scale_of,
 )
 from lp_jax._solvers._coarse_step import Coarse, CoarseStep
 
@@ -82,6 +82,7 @@ class Solver(CoarseStep):
         recovers: whether iterations continue after a state that is not finite.
         errors_fall_fast: whether errors fall like ``(L T)^s / s!``, so that two of them foretell the last one.
         chooses: whether it stands for solvers that are chosen when a network is traced, as `Fastest` does.
+        iteration_name: what plans and pictures call one of its iterations.
     """
 
     rtol: float | jax.Array | None = None
@@ -94,6 +95,7 @@ class Solver(CoarseStep):
     recovers: bool = False
     errors_fall_fast: bool = False
     chooses: bool = False
+    iteration_name: str = "iteration"
 
     @property
     @abc.abstractmethod
@@ -188,6 +190,34 @@ class Solver(CoarseStep):
         """Return the default solver of the adjoint system, which is linear."""
         return self
 
+    def with_effort(self, iterations: int) -> "Solver":
+        """Return the solver with a fixed number of iterations and no tolerance; itself if it has no iterations.
+
+        Override it in a solver whose number of iterations is not a field ``iterations``.
+
+        Example:
+            >>> import lp_jax
+            >>> lp_jax.Picard(sweeps=32, rtol=1e-3).with_effort(5) == lp_jax.Picard(sweeps=5)
+            True
+        """
+        if not self.iterations:
+            return self
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        if "iterations" not in names:
+            raise TypeError(
+                f"{type(self).__name__} has no field `iterations`; give it a method `with_effort` "
+                f"that sets their number, {self.iterations} now."
+            )
+        without = {name: value for name, value in WITHOUT_TOLERANCE.items() if name in names}
+        return dataclasses.replace(self, iterations=iterations, **without)  # type: ignore[type-var]
+
+    @property
+    def effort(self) -> str:
+        """The number of iterations in words, with the names of the solver and of an iteration."""
+        return _check.numbered(self.iterations, f"{type(self).__name__} {self.iteration_name}")
+
+    summary = effort
+
     def check_settings(self, least: str = "states") -> None:
         """Check the settings that all solvers with iterations have. ``least`` is the smaller of the two storages."""
         _check.one_of("storage", self.storage, (least, "all"))
@@ -242,8 +272,8 @@ class AllStates(Solver):
             found = changes(level, self.states(levels, before), self.states(levels, after))
             if self.recovers:  # what was set back has not changed, and is no solution
                 finite = jnp.isfinite(residual.total)
-                kept = jax.tree.map(lambda x: jnp.where(finite, x, jnp.inf), found.change)
-                found = found._replace(change=kept)
+                change = jax.tree.map(lambda x: jnp.where(finite, x, jnp.inf), found.change)
+                found = found._replace(change=change)
             found = level.workers.max(stop_gradient(found))
             progress, goal = progress.compare_changes(level.y0, found, self.rtol)
         return self._give_up(progress, goal if self.errors_fall_fast else None)
@@ -367,8 +397,8 @@ def iterate(
 
     The result in the stats does not say whether the states are finite.
     """
-    # Norms are computed in units of `y0`, so that their squares neither overflow nor vanish.
-    fine = dataclasses.replace(levels[0], unit=unit_of(levels[0]))
+    # Residuals are divided by the size of `y0`, so that their squares neither overflow nor vanish.
+    fine = dataclasses.replace(levels[0], scale=scale_of(levels[0]))
     levels, workers, y0 = (fine, *levels[1:]), fine.workers, fine.y0
     dtype = _tree.real_dtype(y0, at_least=jnp.float32)
     state, spent, reported = solver.init(levels, guess)
@@ -397,15 +427,15 @@ def iterate(
         totals = jax.vmap(lambda squares: Residual(squares).total)(squares)
         # one message for all cycles
         totals, grown = workers.sum((totals, growth(fine, squares)))
-        norms = fine.in_units(totals).astype(dtype)
+        norms = fine.norm_of(totals).astype(dtype)
         result = of_norms(norms, grown > 0)
         return solver.c_points(levels, state), stats(solver.iterations, norms, result)
 
     def unfinished(carry: tuple[PyTree, Progress, jax.Array]) -> jax.Array:
         _, progress, _ = carry
-        ended = progress.met | progress.given_up
+        decided = progress.met | progress.given_up
         # All devices must take the same number of turns, because a step may exchange messages with others.
-        return anywhere((progress.done < cycles) & ~ended, workers)
+        return anywhere((progress.done < cycles) & ~decided, workers)
 
     def body(
         carry: tuple[PyTree, Progress, jax.Array],
@@ -438,6 +468,6 @@ def iterate(
         missed = jnp.where(finite, NOT_CONVERGED, NON_FINITE)
     # `done` is the number of turns of the loop; entries beyond it were not measured.
     measured = jnp.arange(cycles, dtype=jnp.int32) < done
-    norms = fine.in_units(workers.sum(squares))
+    norms = fine.norm_of(workers.sum(squares))
     norms = jnp.where(measured, norms, NOT_MEASURED).astype(dtype)
     return u, stats(done + taken, norms, jnp.where(met, DONE, missed))

@@ -17,7 +17,13 @@ from lp_jax._levels._level import Level, Residual, measure, squares_of
 from lp_jax._levels._sweep import single, sweep
 from lp_jax._levels._tolerance import eps_of
 from lp_jax._solvers._coarse_step import Coarse
-from lp_jax._solvers._solver import AllStates, Start, constant, require_fixed_effort
+from lp_jax._solvers._solver import (
+    WITHOUT_TOLERANCE,
+    AllStates,
+    Start,
+    constant,
+    require_fixed_effort,
+)
 
 
 class Swept(NamedTuple):
@@ -31,16 +37,16 @@ class Swept(NamedTuple):
     change: Points | None = None  # of ``entering`` in the sweep before, for `Secant`
     slope: Scalar | None = None  # of that sweep, for `Secant`
 
-    def points(self, level: Level) -> Points:
+    def leaving(self, level: Level) -> Points:
         """The states that leave the layers."""
         return _tree.push(self.entering, self.last, reverse=not level.reverse)
 
 
-def begin(level: Level, points: Points | None) -> Swept:
+def begin(level: Level, leaving: Points | None) -> Swept:
     """Start at the states that leave the layers, or at ``y0`` everywhere."""
-    if points is None:
+    if leaving is None:
         return Swept(constant(level, None), level.y0)
-    return Swept(level.incoming(points), level.edge(points))
+    return Swept(level.incoming(leaving), level.edge(leaving))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +59,7 @@ class Sweeps(AllStates):
     fallback: bool = False
     storage: str = "all"
     at_once: int | float | str = "auto"
+    iteration_name = "sweep"
 
     def __post_init__(self) -> None:
         if self.sweeps == 0:
@@ -66,6 +73,13 @@ class Sweeps(AllStates):
     def iterations(self) -> int:
         return self.sweeps
 
+    def with_effort(self, iterations: int) -> "Sweeps":
+        return dataclasses.replace(self, sweeps=iterations, **WITHOUT_TOLERANCE)
+
+    @property
+    def summary(self) -> str:
+        return f"{self.effort} over the layers"
+
     def improve(self, levels: Sequence[Level], state: Swept) -> tuple[Swept, Residual]:
         level = levels[0]
         # Chunks of layers need less memory than all layers at once.
@@ -75,10 +89,10 @@ class Sweeps(AllStates):
         # y[n] <- y0 + sum of D_i(y_i) over i < n, with D_i(y) = Phi_i(y) - y.
         increments = _tree.sub(stepped, state.entering)
         swept = Swept(*level.workers.prefix_sums(increments, level.y0, reverse=level.reverse))
-        return swept, measure(level, _tree.sub(stepped, state.points(level)))
+        return swept, measure(level, _tree.sub(stepped, state.leaving(level)))
 
     def c_points(self, levels: Sequence[Level], state: Swept) -> CPoints:
-        return state.points(levels[0])
+        return state.leaving(levels[0])
 
     def states(self, levels: Sequence[Level], state: Swept) -> tuple[Points, State]:
         return state.entering, state.last
@@ -143,8 +157,8 @@ class Picard(Sweeps):
         require_fixed_effort(self)
         through = functools.partial(_sweep_interval, chain.step(level), self.sweeps, at_once)
         # With "trajectory" the states of the last relaxation become operands of the coarse steps.
-        linearise_at = None if self.around == "start" else lambda xs, states: (xs[0], states)
-        return Coarse(through, (_tree.split(chain.slices, span), None), linearise_at)
+        with_states = None if self.around == "start" else lambda xs, states: (xs[0], states)
+        return Coarse(through, (_tree.split(chain.slices, span), None), with_states)
 
 
 @register("rtol", "atol")
@@ -218,15 +232,15 @@ class Windowed(Sweeps):
                     spent, again, 0, at
                 )
                 at = _tree.fori_loop(0, spent, again, at, unroll=unroll)
-            return at.last, (at.last, at.points(inside))
+            return at.last, (at.last, at.leaving(inside))
 
         def run(y0: State) -> tuple[CPoints, Points]:
             return _tree.scan(window, y0, windows, reverse=level.reverse)[1]
 
         windows = _tree.split((level.xs, level.rhs), self.unit(level.workers.total(level.span)))
         # Windows follow each other over the workers, too; no window is cut between two of them.
-        _, points = level.workers.relay(run, level.y0, reverse=level.reverse)
-        return Start(begin(level, _tree.merge(points)), spent)
+        _, leaving = level.workers.relay(run, level.y0, reverse=level.reverse)
+        return Start(begin(level, _tree.merge(leaving)), spent)
 
 
 _UNROLLED = 5  # most sweeps over a window that are not a loop
@@ -273,7 +287,7 @@ class Secant(Sweeps):
         level, workers, (u, _, change, slope) = levels[0], levels[0].workers, state
         assert slope is not None
         stepped, _ = sweep(level, u)
-        residuals = _tree.sub(stepped, state.points(level))
+        residuals = _tree.sub(stepped, state.leaving(level))
         # Phi(u) - Phi(u - d) is (1 + slope) d plus the residuals. Squares of each component are
         # weighed by those of its states, so that the slope does not depend on units
         states = u

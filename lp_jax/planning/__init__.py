@@ -12,4 +12,4 @@ from lp_jax.planning._machine import Machine as Machine
 from lp_jax.planning._plan import choose as choose
 from lp_jax.planning._result import Plan as Plan
 from lp_jax.planning._schedule import training_step as training_step
-from lp_jax.planning._solvers import held as held, with_effort as with_effort
+from lp_jax.planning._solvers import held as held

@@ -18,7 +18,7 @@ from lp_jax._programs._asked import Report, asked
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
 from lp_jax.planning._measure import as_pair, seconds
-from lp_jax.planning._words import code, iteration_name, numbered
+from lp_jax.planning._words import code, numbered
 
 
 def inner_products(g: jax.Array, e: jax.Array) -> jax.Array:
@@ -208,7 +208,7 @@ def _worst(reports: Sequence[tuple[str, Solver, int, Stats]]) -> tuple[Solved, .
         norms = np.asarray(stats.residual_norms, float)
         norms = norms[norms >= 0] if np.isfinite(norms).all() else norms
         residual = float(norms[-1] / norms[0]) if len(norms) > 1 and norms[0] else math.nan
-        name = f"{type(solver).__name__} {iteration_name(solver)}"
+        name = f"{type(solver).__name__} {solver.iteration_name}"
         kind = direction == "adjoint", direction, name, layers
         kinds[kind].append((int(stats.iterations), residual, int(stats.result)))
     rows = []

@@ -13,7 +13,6 @@ from lp_jax._solvers._solver import Solver
 from lp_jax.planning._compiled import Compiled
 from lp_jax.planning._cost import Cost, Piped, fastest_pipeline, predict
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._solvers import with_effort
 from lp_jax.planning._spread import comparison
 from lp_jax.planning._words import align, code, milliseconds, numbered, pair, times
 
@@ -273,7 +272,7 @@ def fix_iterations(solvers: Pair, probed: Probed | None) -> Pair:
         (_UNKNOWN, _UNKNOWN) if probed is None else (probed.iterations, probed.adjoint_iterations)
     )
     forward, adjoint = (
-        with_effort(solver, max(1, iterations)) if solver.has_tolerance else solver
+        solver.with_effort(max(1, iterations)) if solver.has_tolerance else solver
         for solver, iterations in zip(solvers, taken, strict=True)
     )
     return forward, adjoint

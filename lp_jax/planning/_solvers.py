@@ -1,17 +1,14 @@
-"""Memory of a solver, and a solver with a fixed number of iterations; functions registered by the classes of solvers."""
+"""Memory of a training step with a solver, by functions that are registered for the classes of solvers."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
-from lp_jax._solvers._solver import WITHOUT_TOLERANCE, Solver
-from lp_jax._solvers._sweeps import Secant, Sweeps
+from lp_jax._solvers._solver import Solver
+from lp_jax._solvers._sweeps import Secant
 from lp_jax.planning._machine import Machine
 
 # arrays of all states: points, what was stepped, cotangents; increments add up on the way
@@ -99,33 +96,3 @@ def busiest(grid: Sequence[tuple[int, int]], level: int, workers: int) -> int:
 def most_at_once(solver: Solver, auto: float) -> float:
     """Return the number of layers that are evaluated at once, given the number for "auto"."""
     return auto if solver.at_once == "auto" else float(solver.at_once)
-
-
-@functools.singledispatch
-def with_effort(solver: Any, iterations: int) -> Any:
-    """Return a solver with a fixed number of iterations and no tolerance.
-
-    Register a function for a class of solvers that have no field ``iterations`` with ``@planning.with_effort.register``.
-
-    Example:
-        >>> import lp_jax
-        >>> from lp_jax import planning
-        >>> planning.with_effort(lp_jax.Picard(sweeps=32, rtol=1e-3), 5) == lp_jax.Picard(sweeps=5)
-        True
-    """
-    names = [field.name for field in dataclasses.fields(solver)]
-    if "iterations" not in names:
-        raise TypeError(  # `Fastest` refuses to name their number
-            f"{type(solver).__name__} has no field `iterations`; register a function that sets "
-            f"their number, {solver.iterations} "
-            "now, with lp_jax.planning.with_effort.register."
-        )
-    without = {name: value for name, value in WITHOUT_TOLERANCE.items() if name in names}
-    return dataclasses.replace(solver, iterations=iterations, **without)
-
-
-with_effort.register(Serial | Elementwise, lambda solver, iterations: solver)
-with_effort.register(
-    Sweeps,
-    lambda solver, iterations: dataclasses.replace(solver, sweeps=iterations, **WITHOUT_TOLERANCE),
-)

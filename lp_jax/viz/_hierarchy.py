@@ -4,18 +4,18 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lp_jax import MGRIT, Identity, Newton, Serial, Solver, Windowed
+from lp_jax import MGRIT, CoarseStep, Identity, Newton, Serial, Solver, Windowed
 from lp_jax._solvers._elementwise import Elementwise
 from lp_jax._solvers._sweeps import Sweeps
 from lp_jax.planning._schedule import Stop, count, path
-from lp_jax.planning._words import code, iterations, summary
+from lp_jax.planning._words import code
 from lp_jax.viz._schedule import COLOURS
 from lp_jax.viz._style import (
     BLUE,
@@ -238,7 +238,7 @@ def describe(solver: Solver, layers: int) -> Described:
         >>> viz.describe(lp_jax.Serial(), 64).title
         '64 layers one after another: serial propagation'
     """
-    return Described(f"{layers} layers, {summary(solver)}: no coarse level")
+    return Described(f"{layers} layers, {solver.summary}: no coarse level")
 
 
 @describe.register
@@ -250,12 +250,13 @@ def _(solver: MGRIT, layers: int) -> Described:
     note = "F, C: relaxation of the F- and C-points; FC at the end: final sweep."
     stops = path(solver, layers, min(solver.iterations, _MOST_ITERATIONS))
     title = f"{layers} layers on {len(grid)} levels: {rest}"
-    return Described(title, f"{note} Coarse step: {summary(solver.coarse_step)}.", grid, stops)
+    step = cast(CoarseStep, solver.coarse_step)
+    return Described(title, f"{note} Coarse step: {step.summary}.", grid, stops)
 
 
 @describe.register
 def _(solver: Sweeps, layers: int) -> Described:
-    most = f"{iterations(solver)} at most" if solver.has_tolerance else iterations(solver)
+    most = f"{solver.effort} at most" if solver.has_tolerance else solver.effort
     note = "each sweep evaluates every layer at once and adds the increments up"
     return Described(f"{layers} layers at once, {most}: no coarse level", note)
 
@@ -266,7 +267,7 @@ def _(solver: Windowed, layers: int) -> Described:
         "sweeps go over one window after the other, the last one over all layers; each adds "
         "increments up"
     )
-    return Described(f"{layers} layers in {solver.windows} windows, {iterations(solver)}", note)
+    return Described(f"{layers} layers in {solver.windows} windows, {solver.effort}", note)
 
 
 @describe.register
@@ -275,7 +276,7 @@ def _(solver: Newton, layers: int) -> Described:
         "each iteration linearises every layer at once and solves the linear chain by a scan of "
         "logarithmic depth"
     )
-    return Described(f"{layers} layers at once, {summary(solver)}: no coarse level", note)
+    return Described(f"{layers} layers at once, {solver.summary}: no coarse level", note)
 
 
 @describe.register

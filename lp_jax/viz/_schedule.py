@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from lp_jax import Serial, Solver, layer_slices
 from lp_jax._arrays import _check
 from lp_jax.planning._schedule import count
-from lp_jax.planning._words import numbered, summary
+from lp_jax.planning._words import numbered
 from lp_jax.planning._work import Event
 from lp_jax.viz._style import (
     BLUE,
@@ -125,7 +125,7 @@ def schedule(
         handles += ax.plot([], [], color=INK, marker="v", linewidth=1.4, label="message")
     legend_above(ax, handles=handles, ncols=4, columnspacing=1.4)
     turns = "one after another" if solver.at_once in ("auto", 1) else "at once"
-    text = f"Forward: {summary(solver)}. Adjoint: {summary(adjoint_solver)}. "
+    text = f"Forward: {solver.summary}. Adjoint: {adjoint_solver.summary}. "
     text += f"A worker evaluates its layers {turns}; messages take no time here."
     if "Newton iteration" in phases:
         text += " A Newton iteration is drawn as one evaluation, and takes more: its Jacobians."

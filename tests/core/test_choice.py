@@ -657,7 +657,7 @@ FASTEST = lp_jax.Fastest(rtol=1e-4)
         ),
         (lambda p: lp_jax.multigrid.hierarchy(p, FASTEST), "a single method is wanted"),
         (lambda p: planning.training_step(FASTEST, FASTEST, 16), "a single method is wanted"),
-        (lambda p: planning.with_effort(FASTEST, 3), "a single method is wanted"),
+        (lambda p: FASTEST.with_effort(3), "a single method is wanted"),
         (lambda p: planning.held(FASTEST, None, 16, 1), "a single method is wanted"),
         (lambda p: planning.default(p, solver=lp_jax.Picard()), "what Fastest"),
         (lambda p: lp_jax.Fastest(rtol=0.1), "a float between 0 and 0.05"),

@@ -17,7 +17,7 @@ from lp_jax._choice._processor import at_hand, processor
 from lp_jax._solvers import _elementwise
 from lp_jax._solvers._elementwise import Elementwise, intervals, split
 from lp_jax.planning._schedule import count
-from lp_jax.planning._words import code, summary
+from lp_jax.planning._words import code
 
 STEPS, BATCH, UNITS = 26, 2, 4
 SOLVER = Elementwise()
@@ -234,9 +234,9 @@ def test_a_node_of_several_devices_is_none_of_one(monkeypatch):
 
 
 def test_it_is_planned_and_described():
-    assert summary(SOLVER) == "serial, in one kernel" and code(SOLVER) == "Elementwise()"
+    assert SOLVER.summary == "serial, in one kernel" and code(SOLVER) == "Elementwise()"
     assert count(SOLVER, 64).depth() == count(lp_jax.Serial(), 64).depth() == 64
-    assert planning.with_effort(SOLVER, 3) == SOLVER
+    assert SOLVER.with_effort(3) == SOLVER
     assert viz.describe(SOLVER, 64).title.startswith("64 layers one after another")
     machine = planning.Machine(
         **dict.fromkeys(("at_once", "forward", "adjoint", "gradient"), (1,)), state_bytes=8

@@ -164,27 +164,33 @@ def test_what_is_registered_for_a_solver_is_taken(page):
         def c_points(self, levels, state):
             return state["states"]
 
+    @fields
+    class Counted(Jacobi):
+        iteration_name = "round"
+
+        def with_effort(self, iterations):
+            return Counted(rounds=iterations)
+
     solver = Jacobi()
     with pytest.raises(
         TypeError,
-        match=r"Jacobi has no field `iterations`; register .*planning.with_effort.register",
+        match=r"Jacobi has no field `iterations`; give it a method `with_effort`",
     ):
-        planning.with_effort(solver, 5)
+        solver.with_effort(5)
 
     @planning.held.register
     def _(solver: Jacobi, machine: planning.Machine, layers: int, workers: int):
         return 7 * layers // workers, 5
-
-    @planning.with_effort.register
-    def _(solver: Jacobi, iterations: int):
-        return Jacobi(rounds=iterations)
 
     @viz.describe.register
     def _(solver: Jacobi, layers: int):
         return viz.Described(f"{layers} layers, round and round", "a note")
 
     assert planning.predict(solver, solver, 32, page["gpu"])[-2:] == (7 * 32, 5)
-    assert planning.with_effort(solver, 5) == Jacobi(rounds=5)
+    assert (
+        Counted().with_effort(5) == Counted(rounds=5)
+        and Counted(rounds=2).summary == "2 Counted rounds"
+    )
     figure = viz.hierarchy(solver, 32)
     assert (
         figure.get_suptitle() == "32 layers, round and round"

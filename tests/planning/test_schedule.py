@@ -12,10 +12,10 @@ from relaxation import Relaxation
 
 import lp_jax
 from lp_jax import viz
-from lp_jax.planning import training_step, with_effort
+from lp_jax.planning import training_step
 from lp_jax.planning._schedule import count
 from lp_jax.planning._solvers import busiest
-from lp_jax.planning._words import code, summary
+from lp_jax.planning._words import code
 
 N = 64
 PICARD = {s: lp_jax.Picard(sweeps=s) for s in (1, 2)}
@@ -143,15 +143,15 @@ def test_newton_within_multigrid_is_read_from_the_program():
 
 @pytest.mark.parametrize("kind", [lp_jax.MGRIT, lp_jax.Picard, lp_jax.Newton, lp_jax.Serial])
 def test_a_fixed_effort_replaces_a_tolerance(kind):
-    fixed = with_effort(kind() if kind is lp_jax.Serial else kind(rtol=1e-3, atol=1e-6), 7)
+    solver = kind() if kind is lp_jax.Serial else kind(rtol=1e-3, atol=1e-6)
+    fixed = solver.with_effort(7)
     assert type(fixed) is kind and not fixed.has_tolerance
     assert fixed.iterations == (0 if fixed.exact else 7) and fixed.exact == (kind is lp_jax.Serial)
 
 
 def test_summaries():
     said = {
-        summary(solver)
-        for solver in (PICARD[2], PICARD[1], lp_jax.Serial(), INJECT, lp_jax.MGRIT())
+        solver.summary for solver in (PICARD[2], PICARD[1], lp_jax.Serial(), INJECT, lp_jax.MGRIT())
     }
     assert said == {
         "2 Picard sweeps over the layers",
@@ -161,7 +161,7 @@ def test_summaries():
         "2 MGRIT cycles",
     }
     newton = lp_jax.Newton(iterations=1, relaxations=3, jacobian="diagonal")
-    assert summary(newton) == "1 Newton iteration after 3 relaxations with diagonal Jacobians"
+    assert newton.summary == "1 Newton iteration after 3 relaxations with diagonal Jacobians"
 
 
 @pytest.mark.parametrize(("keep", "workers"), [(False, 1), (True, 4)])
