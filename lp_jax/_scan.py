@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lp_jax._arrays import _check, _products, _tree
+from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._jaxpr import following, varying_axes
 from lp_jax._arrays._types import CPoints, Layer, PyTree, Stacked, State
 from lp_jax._comms._comm import Comm
 from lp_jax._comms._mesh import same_over
@@ -103,12 +104,12 @@ def scan(
     last = jax.tree.unflatten(jax.tree.structure(init), _join(solution.y1, fixed))
     # A solve gives aux in the order in which the layers run; `lax.scan` stacks the ys in the order of xs.
     out = last, _tree.flip(solution.aux) if reverse else solution.aux
-    if not any(map(_tree.varying_axes, jax.tree.leaves(out))):
+    if not varying_axes(*jax.tree.leaves(out)):
         return out
     # Within a shard_map a solve's results vary between all devices; the types of the plain scan say which axes are meant.
-    kinds = jax.make_jaxpr(plain)().out_avals
-    leaves, structure = jax.tree.flatten(out)
-    return jax.tree.unflatten(structure, map(same_over, leaves, map(_tree.varying_axes, kinds)))
+    return jax.tree.map(
+        lambda x, kind: same_over(x, varying_axes(kind)), out, jax.eval_shape(plain)
+    )
 
 
 def scanned(
@@ -235,7 +236,7 @@ def _fixed(
     program = jax.make_jaxpr(body)(init, x).jaxpr
     # Does an integer of the next carry depend on a floating-point leaf of this one?
     solved = [*inexact, *[False] * (len(program.invars) - len(inexact))]
-    follows = _products.following(program, solved)
+    follows = following(program, solved)
     for (path, leaf), known, follow in zip(
         jax.tree.leaves_with_path(init), inexact, follows, strict=False
     ):

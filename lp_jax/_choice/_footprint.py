@@ -8,8 +8,8 @@ import jax
 from jax.extend import core
 
 from lp_jax._arrays import _tree
+from lp_jax._arrays._jaxpr import array_type, is_switch, live, walk
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._products import array_type, live, walk
 from lp_jax._arrays._types import PyTree
 from lp_jax._choice._cost import cost_of, draws_alone, most_alive, opaque
 
@@ -58,7 +58,7 @@ def footprint(
     few = has_few(program, terms, least=2)
     operations = list(walk(program.eqns))
     # `vmap` turns a switch with an index for each layer into a selection among all branches, each of which is evaluated.
-    switches = batched and any(equation.primitive.name == "cond" for equation in operations)
+    switches = batched and any(map(is_switch, operations))
     branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches else 1.0
     one_row = has_few(program, 1) and not has_few(program, sys.maxsize, least=2)
     return Footprint(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._products import walk
+from lp_jax._arrays._jaxpr import walk
 from lp_jax._arrays._types import PyTree
 from lp_jax._choice._footprint import Footprint
 
@@ -144,7 +144,7 @@ class Processor:
         """Number of a loop's ``count`` turns to unroll; fewer where turns are large and take long to compile."""
         if not self.launches:
             return 1
-        operations = 1 + len(list(walk(jax.make_jaxpr(body)(*arguments).jaxpr.eqns)))
+        operations = 1 + len(list(walk(jax.make_jaxpr(body)(*arguments).eqns)))
         most = max(1, _MOST // operations)
         if count > _ALL:
             return min(_SOME, most)

@@ -183,7 +183,7 @@ def transpose(
     def step(lam: State, x: tuple[PyTree, State, PyTree], shared: PyTree) -> State:
         operand, u, source = x
         if linearised is not None:
-            return linearised.transpose(u, operand, shared, source)(lam)[0]
+            return linearised.transpose(u, operand, shared, source, lam)[0]
         # The step may emit aux, so its vjp takes a pair: the cotangent of the next state and the source.
         return jax.vjp(lambda u: forward(u, operand, shared), u)[1]((lam, source))[0]
 
@@ -266,7 +266,7 @@ def emit_gradient(
         # Only the leaves that are differentiated enter the vjp; the others are constants of it.
         leaves, combine = _tree.partition(operand, chain.traced.differentiable)
         if linearised is not None:
-            lam_next, gradient, _ = linearised.transpose(u, operand, shared, more)(lam)
+            lam_next, gradient, _ = linearised.transpose(u, operand, shared, more, lam)
         else:
             back = jax.vjp(lambda u, leaves: forward(u, combine(leaves), shared), u, leaves)[1]
             lam_next, gradient = back((lam, more))

@@ -231,7 +231,7 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
 
         def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
             if keep_states:
-                u_next, aux, kept = linearised.evaluate(u, x, shared)
+                (u_next, aux), kept = linearised.evaluate(u, x, shared)
                 return u_next, (u, kept, aux)
             u_next, aux = layer(u, x, shared)
             return u_next, (None, None, aux)

@@ -12,9 +12,9 @@ from jax import lax
 from jax.extend import core
 
 from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._jaxpr import closes_over_tracers, exchanged_over
 from lp_jax._arrays._outer import has_few
 from lp_jax._arrays._place import NO_MESH, automatic
-from lp_jax._arrays._products import exchanged_over
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, StepKey
 from lp_jax._choice._fastest import SWEEPS, Fastest, Layers, choose
 from lp_jax._choice._footprint import footprint
@@ -282,7 +282,7 @@ class Tracing:
         _inputs.step_output(out, u, problem.has_aux)
         step = dataclasses.replace(step, structure=jax.tree.structure(out), home=home)
         # Without tracers the step can be called as it is, and JAX's caches serve later solves with it.
-        if not explicit and not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
+        if not explicit and not closes_over_tracers(closed):
             return dataclasses.replace(step, retraced=needs_its_trace(closed, u, x, shared)), None
         positions = []
         for constant in closed.consts:

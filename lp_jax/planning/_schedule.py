@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from lp_jax._arrays._products import live
+from lp_jax._arrays._jaxpr import live
 from lp_jax._arrays._types import Layer, PyTree
 from lp_jax._choice._cost import cost_of, depth_of
 from lp_jax._levels._relax import at_level, per_level

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import lp_jax
-from lp_jax._arrays._products import live
+from lp_jax._arrays._jaxpr import live
 from lp_jax._choice._cost import cost_of, depth_of
 from lp_jax._solvers._solver import Solver
 
