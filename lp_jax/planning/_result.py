@@ -167,8 +167,13 @@ class Plan:
             """Return the seconds of the fastest pair on this many devices; None if they are too many."""
             if workers > self.layers or data_workers > self.machine.examples:
                 return None
-            given = {"workers": workers, "data_workers": data_workers}
-            return min(predict(*pair, self.layers, self.machine, **given).seconds for pair in among)
+            costs = (
+                predict(
+                    *pair, self.layers, self.machine, workers=workers, data_workers=data_workers
+                )
+                for pair in among
+            )
+            return min(cost.seconds for cost in costs)
 
         def row(count: int) -> Devices:
             splits = [(p, count // p) for p in range(1, count + 1) if count % p == 0]
