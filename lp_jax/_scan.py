@@ -101,7 +101,7 @@ def scan(
         guess=guess,
         adjoint_guess=adjoint_guess,
     )
-    last = jax.tree.unflatten(jax.tree.structure(init), _join(solution.y1, fixed))
+    last = _BodyStep.of(body, init).carry_of(solution.y1, fixed)
     # A solve gives aux in the order in which the layers run; `lax.scan` stacks the ys in the order of xs.
     out = last, _tree.flip(solution.aux) if reverse else solution.aux
     if not varying_axes(*jax.tree.leaves(out)):
@@ -145,6 +145,8 @@ class _BodyStep:
     carry: jax.tree_util.PyTreeDef
     # of what is solved for, with None in the places of the other leaves
     state: jax.tree_util.PyTreeDef
+    # which leaves of the carry are weakly typed, as Python numbers are: such a leaf takes the dtype of an array beside it
+    weak: tuple[bool, ...]
 
     @classmethod
     def of(cls, body: Body, init: PyTree) -> "_BodyStep":
@@ -153,13 +155,23 @@ class _BodyStep:
         state = (
             jax.tree.unflatten(carry, _inexact(leaves)) if _is_plain(carry) else _inexact(leaves)
         )
-        return cls(body, carry, jax.tree.structure(state))
+        return cls(body, carry, jax.tree.structure(state), tuple(map(_is_weak, leaves)))
 
     def __call__(self, y: State, layer: Layer) -> tuple[State, PyTree]:
         fixed, _ = layer.data
-        # The carry is put together from the state and from the leaves that are not solved for.
-        carry, out = self.body(jax.tree.unflatten(self.carry, _join(y, fixed)), layer.params)
+        carry, out = self.body(self.carry_of(y, fixed), layer.params)
         return self.solved_for(jax.tree.leaves(carry)), out
+
+    def carry_of(self, y: State, fixed: list[Any]) -> PyTree:
+        """Put a carry together from the state and from the leaves that are not solved for."""
+        leaves = [
+            # JAX has no function that makes an array weakly typed, so this binds its primitive.
+            lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+            if weak
+            else x
+            for x, weak in zip(_join(y, fixed), self.weak, strict=True)
+        ]
+        return jax.tree.unflatten(self.carry, leaves)
 
     def solved_for(self, leaves: list[Any]) -> State:
         return jax.tree.unflatten(self.state, jax.tree.leaves(_inexact(leaves)))
@@ -216,10 +228,10 @@ def _started(body: Body, init: PyTree, xs: Stacked, length: Any) -> tuple[PyTree
     )
     leaves, structure = jax.tree.flatten(init)
     pairs = zip(leaves, kinds, strict=True)  # keys have no astype
-    # `lax.scan` promotes a weakly typed carry to what the body returns.
-    strong = [x.astype(kind.dtype) if getattr(x, "weak_type", False) else x for x, kind in pairs]
+    # `lax.scan` promotes a weakly typed carry to what the body returns, which may be weakly typed, too.
+    typed = [x.astype(kind.dtype) if _is_weak(x) and not kind.weak_type else x for x, kind in pairs]
     n = _tree.leading(xs) if jax.tree.leaves(xs) else length
-    return jax.tree.unflatten(structure, strong), xs, _check.integer("length", n, least=0)
+    return jax.tree.unflatten(structure, typed), xs, _check.integer("length", n, least=0)
 
 
 def _fixed(
@@ -289,6 +301,10 @@ def _is_plain(structure: jax.tree_util.PyTreeDef) -> bool:
     node = structure.node_data()
     plain = node is None or issubclass(node[0], (dict, list, tuple, type(None)))
     return plain and all(map(_is_plain, structure.children()))
+
+
+def _is_weak(x: Any) -> bool:
+    return getattr(x, "weak_type", False)
 
 
 def _inexact(leaves: list[Any]) -> list[Any]:
