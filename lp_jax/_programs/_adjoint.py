@@ -112,9 +112,8 @@ def solve_adjoint(
 
     if isinstance(guess, str):
         guess = _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
-    elif (
-        guess is not None and chain.workers.padded
-    ):  # padding comes before the first step of the chain
+    # padding comes before the first step of the chain
+    if guess is not None and chain.workers.padded:
         number = chain.workers.start(fine.interval_span) + jnp.arange(
             fine.intervals, dtype=jnp.int32
         )

@@ -199,8 +199,11 @@ def _of_product(equation: core.JaxprEqn, inputs: list[Property], axes: tuple[int
     free = [i for i in range(len(shape)) if i not in (*contracted[side], *batched[side])]
     # A dot_general has its batch axes first, then the free axes of the left operand, then those of the right one.
     start = array_type(equation.invars[0]).ndim - len(contracted[0]) if side else len(batched[0])
+    # A contracted axis of length 1, that of a single example, has no place in the result.
     return tuple(
-        batched[side].index(i) if i in batched[side] else start + free.index(i) for i in axes
+        batched[side].index(i) if i in batched[side] else start + free.index(i)
+        for i in axes
+        if i not in contracted[side]
     )
 
 
