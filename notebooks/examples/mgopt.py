@@ -79,12 +79,14 @@ def make_cycle(losses, like, optimizer, *, pre=1, post=1, coarsest=2, line_searc
                 params, own, _ = steps(level, v, coarsest, params, own, known)
                 return params, [own]
             params, own, (value, gradient) = steps(level, v, pre, params, own, known)
+            # The coarse problem starts at the restricted parameters, with the restricted gradient.
             start = move(lambda x: nn.coarsen(x, 2), level + 1, params)
             restricted = move(lambda g: 2 * nn.coarsen(g, 2), level + 1, gradient)
             own_value, own_gradient = at(level + 1, tree.zeros_like(start), start)
             v_below = tree.sub(own_gradient, restricted)
             known = own_value - tree.vdot(v_below, start), restricted
             learnt, below = visit(level + 1, v_below, start, below, known)
+            # The change of the coarse parameters is a direction for the fine ones.
             direction = move(lambda x: nn.refine(x, 2), level, tree.sub(learnt, start))
             if line_search is None:
                 params = optax.apply_updates(params, direction)
@@ -126,21 +128,22 @@ def main(arguments=None):
     pairs = [train.classification(model) for model in models]
     losses = [lambda p, batch, f=f: f(p, batch, SOLVER, None)[0] for f, _ in pairs]
     like = [params for _, params in pairs]
-    cycle = make_cycle(losses, like, optimizer)
-    params, opt_states = like[0], [optimizer.init(each) for each in like]
-    gradients = 0.0
-    for _ in range(args.cycles):
-        params, opt_states, metrics = cycle(params, opt_states, batch)
-        gradients += float(metrics["gradients"])
-    loss = float(losses[0](params, batch))
-    print(f"MG/Opt: loss {loss:.4f} after {args.cycles} cycles, {gradients:.0f} gradients")
 
-    step_fn = train.make_train_step(pairs[0][0], optimizer)
-    state = train.init_state(like[0], optimizer)
-    for _ in range(round(gradients)):
-        state, _ = step_fn(state, batch, SOLVER)
-    alone = float(losses[0](state.params, batch))
-    print(f"alone:  loss {alone:.4f} after {round(gradients)} steps")
+    def trained(levels, cycles, **options):
+        """Return the loss after some cycles over the first levels, and their cost in gradients."""
+        cycle = make_cycle(losses[:levels], like, optimizer, **options)
+        params, opt_states = like[0], [optimizer.init(each) for each in like[:levels]]
+        gradients = 0.0
+        for _ in range(cycles):
+            params, opt_states, metrics = cycle(params, opt_states, batch)
+            gradients += float(metrics["gradients"])
+        return float(losses[0](params, batch)), gradients
+
+    loss, gradients = trained(args.levels, args.cycles)
+    print(f"MG/Opt: loss {loss:.4f} after {args.cycles} cycles, {gradients:.0f} gradients")
+    steps = round(gradients)
+    loss, _ = trained(1, steps, coarsest=1)  # a cycle of a single level is a step of the optimizer
+    print(f"alone:  loss {loss:.4f} after {steps} steps")
 
 
 if __name__ == "__main__":
