@@ -93,7 +93,7 @@ class Whole(Jacobians):
         leaves, begin = [], 0
         for shape, dtype in zip(self._shapes, self._dtypes, strict=True):
             size = math.prod(shape[self._axes :])
-            leaves.append(vector[..., begin : begin + size].reshape(shape).astype(dtype))
+            leaves.append(_cast(vector[..., begin : begin + size].reshape(shape), dtype))
             begin += size
         return jax.tree.unflatten(self._structure, leaves)
 
@@ -236,6 +236,11 @@ def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyT
     return jax.tree.unflatten(structure, [places.get(i) in kinds for i in range(len(leaves))])
 
 
+def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return a part of a joined vector in the dtype of its leaf. The vector is complex if one of its leaves is."""
+    return (x if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.real(x)).astype(dtype)
+
+
 class Blocks(Jacobians):
     """Block-diagonal Jacobians ``(k, k, *batch, *place)`` for k leaves of equal shape, as states ``(k, *batch, *place)``.
 
@@ -282,7 +287,7 @@ class Blocks(Jacobians):
                 )
             )
         return jax.tree.unflatten(
-            self._structure, [parts[i].astype(x.dtype) for i, x in enumerate(self._like)]
+            self._structure, [_cast(parts[i], x.dtype) for i, x in enumerate(self._like)]
         )
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
