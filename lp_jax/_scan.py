@@ -137,9 +137,9 @@ class _BodyStep:
     def of(cls, body: Body, init: PyTree) -> "_BodyStep":
         """The state has the structure of the carry. With classes of others it is a list: they may convert what they hold."""
         leaves, carry = jax.tree.flatten(init)
-        state = (
-            jax.tree.unflatten(carry, _inexact(leaves)) if _is_plain(carry) else _inexact(leaves)
-        )
+        state = _inexact(leaves)
+        if _is_plain(carry):
+            state = jax.tree.unflatten(carry, state)
         return cls(body, carry, jax.tree.structure(state))
 
     def __call__(self, y: State, layer: Layer) -> tuple[State, PyTree]:

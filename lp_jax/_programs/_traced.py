@@ -238,8 +238,11 @@ class Tracing:
         """The layer on each level, and other steps by themselves."""
         for which, table in self._table.items():
             hoisted = ((of, program) for of, (_, program) in table.items() if program is not None)
-            step = next(iter(table.values()))[0]
-            yield which, dataclasses.replace(step, terms=terms, hoisted=tuple(hoisted))
+            steps = [step for step, _ in table.values()]
+            # For another shape of the state the step may call other functions.
+            retraced = any(step.retraced for step in steps)
+            own = dataclasses.replace(steps[0], terms=terms, hoisted=tuple(hoisted))
+            yield which, dataclasses.replace(own, retraced=retraced)
 
     def _add(self, which: StepKey, u: State) -> None:
         """Trace a step for a state, unless that was done."""
