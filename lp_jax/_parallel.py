@@ -32,10 +32,9 @@ from lp_jax._arrays._types import PyTree
 from lp_jax._choice._fastest import Fastest, typical
 from lp_jax._choice._footprint import footprint
 from lp_jax._comms._comm import Comm
-from lp_jax._problem import SOLVED, Problem
+from lp_jax._problem import SOLVED, Problem, solve_traced
 from lp_jax._programs import _inputs
-from lp_jax._programs._traced import Tracing
-from lp_jax._scan import refuse_stretched, scan, scanned
+from lp_jax._scan import as_problem, refuse_stretched, started
 from lp_jax._solvers._solver import Solver
 
 # whether a scan is solved, and by what
@@ -232,18 +231,7 @@ class Rules:
         home = jax.sharding.get_abstract_mesh()
         # The body is evaluated on the mesh of this trace, also where a solve calls it within a shard_map of its own.
         given = as_scan(eqn, ins, lambda program, *args: at_home(program, home, args, bind))
-        about, solvers = self._decide(eqn, given)
-        out = None
-        if solvers is not None:
-            # A solver that stretches dt is the user's mistake, and none of the scan's, so its error is not caught.
-            refuse_stretched(*solvers)
-            try:
-                out = jax.tree.leaves(
-                    scan(*given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm)
-                )
-            except _REFUSED as error:  # not all is known before it is traced
-                self._left(eqn, _first_line(error), solvers[0])
-                about = about._replace(takes=_LEFT + _first_line(error))
+        about, out = self._solve(eqn, given)
         if self.tell is not None:
             self.tell(about)
         if out is not None:
@@ -254,12 +242,12 @@ class Rules:
         # The scan stays, and scans within its step are looked at.
         return rerun(eqn, ins, self.run, inline=False)
 
-    def _decide(
+    def _solve(
         self, eqn: core.JaxprEqn, given: tuple[Any, ...]
-    ) -> tuple[Scan, tuple[Solver | None, Solver | None] | None]:
-        """Describe a scan, and pick its solvers, or None if the scan stays as it is."""
+    ) -> tuple[Scan, list[jax.Array] | None]:
+        """Describe a scan, and solve it. The results are None if the scan stays as it is."""
         closed, length, reverse, *_ = scan_parts(eqn)
-        program = closed.jaxpr
+        program, comm = closed.jaxpr, _inputs.comm(self.comm)
         about = Scan(
             length=length,
             reverse=reverse,
@@ -269,12 +257,12 @@ class Rules:
             source=source(eqn),
         )
 
-        def stays(why: str, **known: Any) -> tuple[Scan, None]:
-            return about._replace(takes=_LEFT + why, **known), None
+        def stays(why: str) -> tuple[Scan, None]:
+            return about._replace(takes=_LEFT + why), None
 
         # A pipeline refuses scans that it cannot spread, but without floating-point numbers there is nothing to spread.
         nothing = self.strict and not any(map(_tree.inexact, given[1]))
-        if nothing or not (about.length or _inputs.comm(self.comm).splits):
+        if nothing or not (about.length or comm.splits):
             return stays("nothing to solve")
         wanted = True if self.where is None else self.where(about)
         if wanted is False:
@@ -311,27 +299,30 @@ class Rules:
                 stacklevel=2,
             )
             return stays("part of a gradient; lp_jax.parallel goes inside")
+        # A solver that stretches dt is the user's mistake, and none of the scan's, so its error is not caught.
+        refuse_stretched(*solvers)
         try:
-            problem = scanned(*given, comm=self.comm)
+            body, *operands, reverse = given
+            one = as_problem(body, *started(body, *operands), reverse, comm)
+            # The body is traced once, for the default's choice and for the solve.
+            tracing = one.begin(*solvers)
             named = solvers[0] or Fastest()
-            if not named.chooses:
-                return about._replace(takes=str(named), problem=problem), solvers
-            # The default's choice is made here, so that `scans` can tell it and nothing is traced twice.
-            tracing = Tracing(problem, (named, named))
-            taken, seconds = tracing.default(named.rtol)
+            about = about._replace(takes=str(named), problem=one.problem)
+            if named.chooses:
+                taken, seconds = tracing.chosen
+                processor = tracing.workers.processor
+                about = about._replace(
+                    takes=str(taken[0]),
+                    seconds=seconds,
+                    scan_seconds=sum(processor.serial(tracing.footprint, tracing.workers.layers)),
+                    sweeps=[typical(each.rtol) for each in taken if each.errors_fall_fast],
+                )
+                # On one device that is not wide the scan stays as it is. Elsewhere the solve unrolls some turns of it.
+                if taken[0].exact and comm.size == 1 and not processor.wide:
+                    return about._replace(takes=_LEFT + "nothing is faster"), None
+            return about, jax.tree.leaves(one.results(solve_traced(tracing)))
         except _REFUSED as error:
             return left(_first_line(error))
-        processor = tracing.workers.processor
-        about = about._replace(
-            scan_seconds=sum(processor.serial(tracing.footprint, tracing.workers.layers)),
-            sweeps=[typical(each.rtol) for each in taken if each.errors_fall_fast],
-        )
-        if (
-            taken[0].exact and problem.comm.size == 1 and not processor.wide
-        ):  # elsewhere it is unrolled
-            # On one device that is not wide the scan stays as it is; elsewhere serial propagation is a scan with unrolled turns.
-            return stays("nothing is faster", problem=problem, seconds=seconds)
-        return about._replace(takes=str(taken[0]), problem=problem, seconds=seconds), solvers
 
     def _left(self, eqn: core.JaxprEqn, why: str, solver: Solver | None) -> None:
         """Warn that a scan is left as it is, unless there are scans inside it, which are looked at next."""

@@ -91,14 +91,13 @@ class MeshComm(Comm):
     def adapt(
         self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]
     ) -> Callable[[PyTree], PyTree]:
-        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+        explicit = self.mesh.explicit_axes
         meshes = [
             jax.sharding.get_abstract_mesh(),
             *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)),
         ]
         # Without explicit axes in any type, the program needs no conversion.
-        if not explicit or all(AxisType.Explicit not in mesh.axis_types for mesh in meshes):
+        if not explicit or not any(mesh.explicit_axes for mesh in meshes):
             return program
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         # The shardings are flattened, because the cache below needs arguments that can be hashed.

@@ -81,15 +81,16 @@ class LayerStep:
         self, u: State, x: Slices, shared: Shared, *, aux: bool, layers: int | None
     ) -> PyTree:
         """Return ``u_next``, or ``(u_next, aux)`` with ``aux``. A slice with an index >= ``layers`` does nothing."""
-        if self.retraced:
+        # For another shape of the state the step may close over other values, or over none.
+        hoisted = dict(self.hoisted).get(signature(u))
+        if self.retraced and hoisted is None:
             out = self(u, x, shared[0])
         else:
             # Types of a program hold the mesh of its trace, so JAX's cache of traces serves only the same mesh.
             here = jax.sharding.get_abstract_mesh()
             home, like = self.home or here, (u, x, shared[0])
             with jax.sharding.use_abstract_mesh(home):
-                if self.hoisted:
-                    hoisted = dict(self.hoisted)[signature(u)]
+                if hoisted is not None:
                     constants = _tree.with_fresh_keys([shared[1][i] for i in hoisted.positions])
                     program = core.ClosedJaxpr(hoisted.jaxpr, constants)
                 else:

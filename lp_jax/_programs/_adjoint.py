@@ -112,14 +112,13 @@ def solve_adjoint(
 
     if isinstance(guess, str):
         guess = _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
-    # padding comes before the first step of the chain
     if guess is not None and chain.workers.padded:
-        number = chain.workers.start(fine.interval_span) + jnp.arange(
-            fine.intervals, dtype=jnp.int32
-        )
-        # `number` counts intervals over all workers. Those that only pad pass the cotangent of y1 through unchanged.
-        inert = number >= chain.workers.total(fine.interval_span)
-        guess = jax.vmap(lambda pads, lam: _tree.where(pads, y1_cotangent, lam))(inert, guess)
+        # In the adjoint, padding comes before the first step of the chain, and passes the cotangent of y1 on unchanged.
+        places = jnp.arange(fine.intervals, dtype=jnp.int32)
+        # `number` counts intervals over all workers.
+        number = chain.workers.start(fine.interval_span) + places
+        inside = number < chain.workers.total(fine.interval_span)
+        guess = _tree.where_rows(inside, guess, _tree.repeat(y1_cotangent, fine.intervals))
     # From here on `lam` holds the cotangents at the C-points, leaves (intervals, ...).
     lam, stats = iterate(solver, levels, guess)
     weights, combine = _tree.partition(fine.shared)

@@ -55,10 +55,10 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
         layers = program.workers.layers
         y = operands.y0
         first = _tree.entry_like(operands.slices)
-        # The third result is what the linearised step keeps for its transpose; only its shapes are needed.
+        # The second result is what the linearised step keeps for its transpose; only its shapes are needed.
         kept = jax.eval_shape(
             program.chain(*operands[:3]).linearised.evaluate, y, first, operands.shared
-        )[2]
+        )[1]
         most = known.at_once(layer, layers)
         # A batch that fills the device, an eighth and a 64th of it show where its time stops being constant.
         sizes = sorted({max(2, most // part) for part in (64, 8, 1)}) if most > 1 else []
@@ -123,7 +123,7 @@ def default(problem: Problem, *, solver: Solver = Fastest()) -> Default:
         raise TypeError(f"planning.default tells what Fastest(...) chooses; got solver={solver!r}.")
 
     def chosen(problem: Problem) -> tuple[tuple[Solver, Solver], float]:
-        return Tracing(problem, (solver, solver)).default(solver.rtol)
+        return Tracing(problem, (solver, solver)).chosen
 
     pair, seconds = _of_shapes(chosen, problem)
     return Default(*pair, seconds)
