@@ -1,7 +1,8 @@
 """The data sets that networks of the benchmarks are trained on, from a folder with mnist10k/, gum/ and ucr/.
 
-Images and series are read by the functions of a script that users copy, ``notebooks/examples/data_of_papers.py``. Here are
-words of a treebank with their parts of speech, batches of sentences of about one length, and a text as characters.
+Images and series are read by functions of scripts that users copy, data_pictures.py and data_sequences.py in
+``notebooks/examples``. Here are words of a treebank with their parts of speech, batches of sentences of about one length, and a
+text as characters.
 """
 
 import gzip
@@ -15,7 +16,7 @@ import numpy as np
 
 from lp_jax.data import Dataset
 
-_SCRIPT = Path(__file__).resolve().parents[1] / "notebooks" / "examples" / "data_of_papers.py"
+_SCRIPTS = Path(__file__).resolve().parents[1] / "notebooks" / "examples"
 SHAPES = ("lower", "Capitalised", "UPPER", "miXed", "number", "letters and digits", "sign")
 PADDING, UNKNOWN = "<padding>", "<unknown>"
 UNLABELLED = -1
@@ -24,8 +25,8 @@ Sentence = list[tuple[str, str]]
 """Words and their parts of speech."""
 
 
-def _papers() -> Any:
-    spec = importlib.util.spec_from_file_location(_SCRIPT.stem, _SCRIPT)
+def _script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, _SCRIPTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -34,13 +35,13 @@ def _papers() -> Any:
 
 def mnist(folder: Path) -> Dataset:
     """MNIST's images, with pixels from 0 to 1."""
-    found: Dataset = _papers().mnist(folder)
+    found: Dataset = _script("data_pictures").mnist(folder)
     return found
 
 
 def timeseries(folder: Path, name: str) -> Dataset:
     """A problem of the UCR and UEA archives: pairs of padded series and their lengths."""
-    found: Dataset = _papers().series(folder, name)
+    found: Dataset = _script("data_sequences").series(folder / name)
     return found
 
 

@@ -226,7 +226,7 @@ def chosen(network: Network, comm: Any = None) -> Choice:
         names = ("step", "params", "y0", "shared", "data", "t0", "t1", "comm", "has_aux")
         problem = lp_jax.Problem(**{name: given[name] for name in names if name in given})
         tracing = Tracing(problem, (lp_jax.Fastest(), lp_jax.Fastest()))
-        pair, seconds = tracing.default(1e-3)
+        pair, seconds = tracing.chosen
         serial = sum(tracing.workers.processor.serial(tracing.footprint, problem.layers))
         found.append(Choice(pair, seconds, serial, tracing.footprint))
 

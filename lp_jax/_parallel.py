@@ -4,42 +4,41 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend import core, source_info_util
+from jax.extend import core
 
-from lp_jax._arrays import _products, _tree
+from lp_jax._arrays import _tree
+from lp_jax._arrays._jaxpr import (
+    NESTED,
+    as_scan,
+    bind,
+    evaluate,
+    has_rule,
+    in_gradient,
+    is_array,
+    is_scan,
+    rerun,
+    scan_parts,
+    scopes,
+    source,
+    walk,
+)
 from lp_jax._arrays._place import at_home
-from lp_jax._arrays._products import Operation, bind, evaluate
 from lp_jax._arrays._types import PyTree
 from lp_jax._choice._fastest import Fastest, typical
 from lp_jax._choice._footprint import footprint
 from lp_jax._comms._comm import Comm
-from lp_jax._problem import SOLVED, Problem
+from lp_jax._problem import SOLVED, Problem, solve_traced
 from lp_jax._programs import _inputs
-from lp_jax._programs._traced import Tracing
-from lp_jax._scan import refuse_stretched, scan, scanned
+from lp_jax._scan import as_problem, refuse_stretched, started
 from lp_jax._solvers._solver import Solver
 
 # whether a scan is solved, and by what
 Where = Callable[["Scan"], "bool | Solver | tuple[Solver, Solver]"]
-_WALKED = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "remat2",
-    "remat",
-    "checkpoint",
-    "cond",
-    "while",
-    "shard_map",
-    "scan",
-)
 _LEFT = "left as it is: "
 _NO_SCAN = (
     "got a function without a scan, {}, and solves nothing. Stack the equal blocks of a Python "
@@ -197,136 +196,73 @@ class Rules:
 
         closed, shape = jax.make_jaxpr(flat, return_shape=True)(*arrays)
         # on a rank without layers, a solve has no scan
-        names = {eqn.primitive.name for eqn in _products.walk(closed.jaxpr.eqns)}
-        if "scan" not in names and not _inputs.comm(self.comm).splits:
+        if not (any(map(is_scan, walk(closed.eqns))) or _inputs.comm(self.comm).splits):
             self._warn(_NO_SCAN.format(getattr(f, "__name__", f)), self.solver)
-        pairs = zip(
-            closed.jaxpr.outvars, self.run(closed.jaxpr, closed.consts, *arrays), strict=True
-        )
+        pairs = zip(closed.jaxpr.outvars, self.run(closed, *arrays), strict=True)
         # Results with the type of an array may be Python or NumPy constants; values of other types stay as they are.
-        out = [jnp.asarray(x) if isinstance(v.aval, jax.core.ShapedArray) else x for v, x in pairs]
+        out = [jnp.asarray(x) if is_array(v) else x for v, x in pairs]
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
-    def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    def run(self, program: core.ClosedJaxpr, *args: Any) -> list[Any]:
         """Evaluate a program, its scans solved."""
-        return evaluate(jaxpr, consts, args, self._operation)
+        return evaluate(program, args, self._operation)
 
     def _operation(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         """Evaluate an operation. If there are scans in the programs within it, these are solved."""
-        name, p = eqn.primitive.name, eqn.params
         # All programs within an operation of a gradient are parts of that gradient, too.
-        if _in_gradient(eqn) and not self.in_gradient:
+        if in_gradient(eqn) and not self.in_gradient:
             return dataclasses.replace(self, in_gradient=True)._operation(eqn, ins)
         # The custom_vjp of a solve is no function of the user, so nothing is said of the scans in it.
-        solved = SOLVED in str(eqn.source_info.name_stack)
-        if name.startswith(("custom_jvp", "custom_vjp")) and not solved:
-            for one in _products.walk([eqn]):
-                if one.primitive.name == "scan":
-                    self._left(one, "it is in a function with a derivative of its own", self.solver)
+        if (has_rule(eqn, "jvp") or has_rule(eqn, "vjp")) and SOLVED not in scopes(eqn):
+            for one in filter(is_scan, walk([eqn])):
+                self._left(one, "it is in a function with a derivative of its own", self.solver)
         # An operation without scans is evaluated as it was.
         if not _has_scan([eqn]):
             return bind(eqn, ins)
-        if name == "scan":
+        if is_scan(eqn):
             return self._scan(eqn, ins)
-        if name in ("jit", "pjit", "closed_call"):
-            program = p["call_jaxpr" if name == "closed_call" else "jaxpr"]
-            called = functools.partial(self.run, program.jaxpr, program.consts)
-            # `scans` evaluates calls inline, because values of arrays are lost within a jitted function.
-            if name == "closed_call" or self.tell is not None:
-                return called(*ins)
-            # A jitted function stays one, with a program whose scans are solved.
-            inner = jax.make_jaxpr(called)(*(v.aval for v in eqn.invars))
-            # a context around the function may bring tracers
-            if any(isinstance(x, jax.core.Tracer) for x in inner.consts):
-                places = {"in_shardings": p["in_shardings"], "out_shardings": [*p["out_shardings"]]}
-                return jax.jit(core.jaxpr_as_fun(inner), **places)(*ins)
-            return eqn.primitive.bind(*ins, **{**p, "jaxpr": inner})
-        if name == "cond":
-            branches = [
-                functools.partial(self.run, branch.jaxpr, branch.consts) for branch in p["branches"]
-            ]
-            return lax.switch(ins[0], branches, *ins[1:])
-        if name == "while":
-            start, end = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-            # Only the body may have scans that are solved.
-            condition, body = core.jaxpr_as_fun(p["cond_jaxpr"]), p["body_jaxpr"]
-            return _tree.while_loop(
-                lambda carry: condition(*ins[:start], *carry)[0],
-                lambda carry: tuple(self.run(body.jaxpr, body.consts, *ins[start:end], *carry)),
-                tuple(ins[end:]),
-            )
-        inside = functools.partial(self.run, p["jaxpr"], ())
-        if name == "shard_map":
-            axes = p.get("newly_manual_axes", p.get("manual_axes"))  # the latter before jax 0.10.2
-            options = {key: p[key] for key in ("mesh", "in_specs", "check_vma")} | {
-                "axis_names": axes
-            }
-            spread = jax.shard_map(inside, **options, out_specs=[*p["out_specs"]])
-            return jax.jit(spread)(*ins)  # outside of jit, JAX has no symbolic zeros within one
-        # What is left is a checkpoint, which keeps its policy.
-        return jax.checkpoint(inside, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
+        # `scans` evaluates calls inline, because values of arrays are lost within a jitted function.
+        return rerun(eqn, ins, self.run, inline=self.tell is not None)
 
     def _scan(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        if not all(
-            hasattr(v.aval, "shape") for v in eqn.invars
-        ):  # references, and types of other libraries
+        if not all(map(is_array, eqn.invars)):
             self._left(eqn, "its operands are no arrays", self.solver)
             return bind(eqn, ins)
-        program, (start, carries) = eqn.params["jaxpr"], _products.scan_parts(eqn)
-        consts, init, xs = ins[:start], ins[start : start + carries], ins[start + carries :]
-
-        def body(
-            carry: list[Any], x: list[Any], evaluated: Operation | None = None
-        ) -> tuple[list[Any], list[Any]]:
-            # The body is evaluated on the mesh of this trace, also where a solve calls it within a shard_map of its own.
-            out = at_home(program, home, [*consts, *carry, *x], evaluated or bind)
-            return out[:carries], out[carries:]
-
-        given = init, xs, eqn.params["length"], eqn.params["reverse"]
         home = jax.sharding.get_abstract_mesh()
-        about, solvers = self._decide(eqn, (body, *given))
-        out = None
-        if solvers is not None:
-            # A solver that stretches dt is the user's mistake, and none of the scan's, so its error is not caught.
-            refuse_stretched(*solvers)
-            try:
-                out = jax.tree.leaves(
-                    scan(body, *given, solver=solvers[0], adjoint_solver=solvers[1], comm=self.comm)
-                )
-            except _REFUSED as error:  # not all is known before it is traced
-                self._left(eqn, _first_line(error), solvers[0])
-                about = about._replace(takes=_LEFT + _first_line(error))
+        # The body is evaluated on the mesh of this trace, also where a solve calls it within a shard_map of its own.
+        given = as_scan(eqn, ins, lambda program, *args: at_home(program, home, args, bind))
+        about, out = self._solve(eqn, given)
         if self.tell is not None:
             self.tell(about)
         if out is not None:
             return out
         chosen = about.problem is not None and about.seconds is not None  # by the default
-        if chosen or not _has_scan(program.jaxpr.eqns):
+        if chosen or not _has_scan(scan_parts(eqn).body.eqns):
             return bind(eqn, ins)
         # The scan stays, and scans within its step are looked at.
-        solved = functools.partial(body, evaluated=self._operation)
-        return jax.tree.leaves(_tree.scan(solved, *given, unroll=eqn.params["unroll"]))
+        return rerun(eqn, ins, self.run, inline=False)
 
-    def _decide(
+    def _solve(
         self, eqn: core.JaxprEqn, given: tuple[Any, ...]
-    ) -> tuple[Scan, tuple[Solver | None, Solver | None] | None]:
-        """Describe a scan, and pick its solvers, or None if the scan stays as it is."""
-        program = eqn.params["jaxpr"].jaxpr
+    ) -> tuple[Scan, list[jax.Array] | None]:
+        """Describe a scan, and solve it. The results are None if the scan stays as it is."""
+        closed, length, reverse, *_ = scan_parts(eqn)
+        program, comm = closed.jaxpr, _inputs.comm(self.comm)
         about = Scan(
-            length=eqn.params["length"],
-            reverse=eqn.params["reverse"],
+            length=length,
+            reverse=reverse,
             carry=tuple(jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in given[1]),
             flops=footprint(program, [], batched=False).flops,
-            name=str(eqn.source_info.name_stack),
-            source=_source(eqn),
+            name=scopes(eqn),
+            source=source(eqn),
         )
 
-        def stays(why: str, **known: Any) -> tuple[Scan, None]:
-            return about._replace(takes=_LEFT + why, **known), None
+        def stays(why: str) -> tuple[Scan, None]:
+            return about._replace(takes=_LEFT + why), None
 
         # A pipeline refuses scans that it cannot spread, but without floating-point numbers there is nothing to spread.
         nothing = self.strict and not any(map(_tree.inexact, given[1]))
-        if nothing or not (about.length or _inputs.comm(self.comm).splits):
+        if nothing or not (about.length or comm.splits):
             return stays("nothing to solve")
         wanted = True if self.where is None else self.where(about)
         if wanted is False:
@@ -347,10 +283,7 @@ class Rules:
             return left("its step has side effects")
         if not any(map(_tree.inexact, given[1])):
             return left("no floating-point numbers in the carry")
-        if any(
-            _in_gradient(one) and _has_scan([one])
-            for one in _products.walk(program.eqns, into=_WALKED)
-        ):
+        if any(in_gradient(one) and _has_scan([one]) for one in walk(program.eqns, into=NESTED)):
             return stays("its step takes the gradient of a scan, as in a loop over training steps")
         if self.in_gradient and self.strict:
             raise ValueError(
@@ -366,38 +299,40 @@ class Rules:
                 stacklevel=2,
             )
             return stays("part of a gradient; lp_jax.parallel goes inside")
+        # A solver that stretches dt is the user's mistake, and none of the scan's, so its error is not caught.
+        refuse_stretched(*solvers)
         try:
-            problem = scanned(*given, comm=self.comm)
+            body, *operands, reverse = given
+            one = as_problem(body, *started(body, *operands), reverse, comm)
+            # The body is traced once, for the default's choice and for the solve.
+            tracing = one.begin(*solvers)
             named = solvers[0] or Fastest()
-            if not named.chooses:
-                return about._replace(takes=str(named), problem=problem), solvers
-            # The default's choice is made here, so that `scans` can tell it and nothing is traced twice.
-            tracing = Tracing(problem, (named, named))
-            taken, seconds = tracing.default(named.rtol)
+            about = about._replace(takes=str(named), problem=one.problem)
+            if named.chooses:
+                taken, seconds = tracing.chosen
+                processor = tracing.workers.processor
+                about = about._replace(
+                    takes=str(taken[0]),
+                    seconds=seconds,
+                    scan_seconds=sum(processor.serial(tracing.footprint, tracing.workers.layers)),
+                    sweeps=[typical(each.rtol) for each in taken if each.errors_fall_fast],
+                )
+                # On one device that is not wide the scan stays as it is. Elsewhere the solve unrolls some turns of it.
+                if taken[0].exact and comm.size == 1 and not processor.wide:
+                    return about._replace(takes=_LEFT + "nothing is faster"), None
+            return about, jax.tree.leaves(one.results(solve_traced(tracing)))
         except _REFUSED as error:
             return left(_first_line(error))
-        processor = tracing.workers.processor
-        about = about._replace(
-            scan_seconds=sum(processor.serial(tracing.footprint, tracing.workers.layers)),
-            sweeps=[typical(each.rtol) for each in taken if each.errors_fall_fast],
-        )
-        if (
-            taken[0].exact and problem.comm.size == 1 and not processor.wide
-        ):  # elsewhere it is unrolled
-            # On one device that is not wide the scan stays as it is; elsewhere serial propagation is a scan with unrolled turns.
-            return stays("nothing is faster", problem=problem, seconds=seconds)
-        return about._replace(takes=str(taken[0]), problem=problem, seconds=seconds), solvers
 
     def _left(self, eqn: core.JaxprEqn, why: str, solver: Solver | None) -> None:
         """Warn that a scan is left as it is, unless there are scans inside it, which are looked at next."""
         if self.strict:
             raise ValueError(
-                f"lp_jax.pipeline cannot spread a scan, {_source(eqn)}: {why.rstrip('.')}. Take "
-                f"that out of the scan, or this "
-                "scan out of the function."
+                f"lp_jax.pipeline cannot spread a scan, {source(eqn)}: {why.rstrip('.')}. Take "
+                "that out of the scan, or this scan out of the function."
             )
-        if not _has_scan(eqn.params["jaxpr"].jaxpr.eqns):
-            self._warn(f"leaves a scan as it is, {_source(eqn)}: {why.rstrip('.')}", solver)
+        if not _has_scan(scan_parts(eqn).body.eqns):
+            self._warn(f"leaves a scan as it is, {source(eqn)}: {why.rstrip('.')}", solver)
 
     def _warn(self, what: str, solver: Solver | None) -> None:
         """Warn that a solver or comm is named and not used. Python shows each text once."""
@@ -412,26 +347,8 @@ class Rules:
             )
 
 
-def _source(eqn: core.JaxprEqn) -> str:
-    """File, line and function of the caller that is in no installed package."""
-    for frame in getattr(eqn.source_info.traceback, "frames", ()):
-        if (
-            "site-packages" not in frame.file_name
-            and Path(frame.file_name).parent != Path(__file__).parent
-        ):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return source_info_util.summarize(eqn.source_info)
-
-
 def _has_scan(equations: Sequence[core.JaxprEqn]) -> bool:
-    return any(
-        equation.primitive.name == "scan" for equation in _products.walk(equations, into=_WALKED)
-    )
-
-
-def _in_gradient(equation: core.JaxprEqn) -> bool:
-    # JAX puts the operations of a gradient into a scope with this name.
-    return "jvp(" in str(equation.source_info.name_stack)
+    return any(map(is_scan, walk(equations, into=NESTED)))
 
 
 def _first_line(error: Exception) -> str:

@@ -21,7 +21,7 @@ from lp_jax._programs import _inputs
 from lp_jax._programs._asked import Piping, asked
 from lp_jax._programs._program import Output, Program, seen_of
 from lp_jax._programs._relay import Mapped
-from lp_jax._programs._traced import prepare, trace
+from lp_jax._programs._traced import Tracing, begin, prepare, trace
 from lp_jax._solution import Solution
 from lp_jax._solvers._solver import Solver, Stats
 
@@ -72,25 +72,9 @@ class Problem(_inputs.Network):
         adjoint_guess: CPoints | None = None,
     ) -> Solution:
         """Return the `Solution`, as `lp_jax.solve` does; the arguments are the same."""
-        piping, problem = asked.value.piping, self
-        if piping is not None:
-            # The fields are checked anew, by which ``comm=None`` becomes the row of the pipeline.
-            problem = self.replace()
-        program, arrays = prepare(problem, solver, adjoint_solver, guess, adjoint_guess)
-        if not program.scan:
-            # A custom_vjp has no forward derivative. This mark gives its own error for it, with advice.
-            arrays = reverse_only(arrays, _FORWARD_MODE)
-        # Partitions take a trace of the layer, so they are computed only if types hold them.
-        specs = functools.partial(_partitions, program, arrays)
-        solved = problem.comm.adapt(program, arrays, specs)
-        if piping is not None and program.relay:
-            solved = functools.partial(_in_pipeline, problem.comm, piping, program, solved)
-        # `parallel` recognises operations of a solve by this scope, and leaves their scans as they are.
-        with jax.named_scope(SOLVED):
-            y1, aux, (stats, trajectory) = solved(arrays)
-        return Solution(
-            y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux
-        )
+        # In a pipeline the fields are checked anew, by which ``comm=None`` becomes its row of workers.
+        problem = self if asked.value.piping is None else self.replace()
+        return solve_traced(begin(problem, solver, adjoint_solver), guess, adjoint_guess)
 
     def solve_vjp(
         self,
@@ -115,7 +99,8 @@ class Problem(_inputs.Network):
             return jax.sharding.reshard(x, NamedSharding(here, spec)) if explicit else x
 
         with outside():
-            program, arrays = prepare(self, solver, adjoint_solver, guess, adjoint_guess)
+            tracing = begin(self, solver, adjoint_solver)
+            program, arrays = prepare(tracing, guess, adjoint_guess)
             out, pull = program.vjp(arrays)
         if explicit:
             out = jax.tree.map(put, out, _partitions(program, arrays))
@@ -147,6 +132,25 @@ class Problem(_inputs.Network):
             return Gradients(params, y0, shared, data, last), stats
 
         return Solution(y1, *rest, aux), pullback
+
+
+def solve_traced(
+    tracing: Tracing, guess: str | CPoints = "constant", adjoint_guess: CPoints | None = None
+) -> Solution:
+    """Solve the problem of a ``tracing`` by its solvers, as `Problem.solve` does."""
+    piping, comm = asked.value.piping, tracing.problem.comm
+    program, arrays = prepare(tracing, guess, adjoint_guess)
+    if not program.scan:
+        # A custom_vjp has no forward derivative. This mark gives its own error for it, with advice.
+        arrays = reverse_only(arrays, _FORWARD_MODE)
+    # Partitions take a trace of the layer, so they are computed only if types hold them.
+    solved = comm.adapt(program, arrays, functools.partial(_partitions, program, arrays))
+    if piping is not None and program.relay:
+        solved = functools.partial(_in_pipeline, comm, piping, program, solved)
+    # `parallel` recognises operations of a solve by this scope, and leaves their scans as they are.
+    with jax.named_scope(SOLVED):
+        y1, aux, (stats, trajectory) = solved(arrays)
+    return Solution(y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux)
 
 
 @_check.check_arguments

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lp_jax._arrays import _check, _products, _tree
+from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._jaxpr import following, varying_axes
 from lp_jax._arrays._types import CPoints, Layer, PyTree, Stacked, State
 from lp_jax._comms._comm import Comm
 from lp_jax._comms._mesh import same_over
-from lp_jax._problem import Problem
+from lp_jax._problem import Problem, solve_traced
 from lp_jax._programs import _inputs
+from lp_jax._programs._traced import Tracing, begin
+from lp_jax._solution import Solution
 from lp_jax._solvers._solver import Solver
 
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # ``body(carry, x) -> (carry, y)``
@@ -78,7 +81,7 @@ def scan(
     """
     # This is `jax.lax.scan`, for what a solve does not change.
     plain = functools.partial(_tree.scan, body, init, xs, length, reverse, unroll, _split_transpose)
-    init, xs, length = _started(body, init, xs, length)
+    init, xs, length = started(body, init, xs, length)
     comm = _inputs.comm(comm)
     solved_for = any(map(_tree.inexact, jax.tree.leaves(init)))
     if not solved_for:
@@ -87,28 +90,15 @@ def scan(
     if not solved_for or not (length or comm.splits):
         return plain()
     try:
-        problem, fixed = _as_problem(body, init, xs, length, reverse, comm)
+        one = as_problem(body, init, xs, length, reverse, comm)
     # Only layers one after another give such integers. The default and exact solvers on one device are allowed to do that.
     except _IntegersFollow:
         if comm.size == 1 and (solver is None or solver.chooses or solver.exact):
             return plain()
         raise
     refuse_stretched(solver, adjoint_solver)
-    solution = problem.solve(
-        solver=_of_body(solver, init),
-        adjoint_solver=_of_body(adjoint_solver, init),
-        guess=guess,
-        adjoint_guess=adjoint_guess,
-    )
-    last = jax.tree.unflatten(jax.tree.structure(init), _join(solution.y1, fixed))
-    # A solve gives aux in the order in which the layers run; `lax.scan` stacks the ys in the order of xs.
-    out = last, _tree.flip(solution.aux) if reverse else solution.aux
-    if not any(map(_tree.varying_axes, jax.tree.leaves(out))):
-        return out
-    # Within a shard_map a solve's results vary between all devices; the types of the plain scan say which axes are meant.
-    kinds = jax.make_jaxpr(plain)().out_avals
-    leaves, structure = jax.tree.flatten(out)
-    return jax.tree.unflatten(structure, map(same_over, leaves, map(_tree.varying_axes, kinds)))
+    tracing = one.begin(solver, adjoint_solver)
+    return one.results(solve_traced(tracing, guess, adjoint_guess))
 
 
 def scanned(
@@ -132,8 +122,7 @@ def scanned(
         >>> bool(solution.stats.residual_norms[-1] < 1e-3)
         True
     """
-    operands = _started(body, init, xs, length)
-    return _as_problem(body, *operands, reverse, _inputs.comm(comm))[0]
+    return as_problem(body, *started(body, init, xs, length), reverse, _inputs.comm(comm)).problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,60 +133,93 @@ class _BodyStep:
     carry: jax.tree_util.PyTreeDef
     # of what is solved for, with None in the places of the other leaves
     state: jax.tree_util.PyTreeDef
+    # which leaves of the carry are weakly typed, as Python numbers are: such a leaf takes the dtype of an array beside it
+    weak: tuple[bool, ...]
 
     @classmethod
     def of(cls, body: Body, init: PyTree) -> "_BodyStep":
         """The state has the structure of the carry. With classes of others it is a list: they may convert what they hold."""
         leaves, carry = jax.tree.flatten(init)
-        state = (
-            jax.tree.unflatten(carry, _inexact(leaves)) if _is_plain(carry) else _inexact(leaves)
-        )
-        return cls(body, carry, jax.tree.structure(state))
+        state = _inexact(leaves)
+        if _is_plain(carry):
+            state = jax.tree.unflatten(carry, state)
+        return cls(body, carry, jax.tree.structure(state), tuple(map(_is_weak, leaves)))
 
     def __call__(self, y: State, layer: Layer) -> tuple[State, PyTree]:
         fixed, _ = layer.data
-        # The carry is put together from the state and from the leaves that are not solved for.
-        carry, out = self.body(jax.tree.unflatten(self.carry, _join(y, fixed)), layer.params)
+        carry, out = self.body(self.carry_of(y, fixed), layer.params)
         return self.solved_for(jax.tree.leaves(carry)), out
+
+    def carry_of(self, y: State, fixed: list[Any]) -> PyTree:
+        """Put a carry together from the state and from the leaves that are not solved for."""
+        leaves = [
+            # JAX has no function that makes an array weakly typed, so this binds its primitive.
+            lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+            if weak
+            else x
+            for x, weak in zip(_join(y, fixed), self.weak, strict=True)
+        ]
+        return jax.tree.unflatten(self.carry, leaves)
 
     def solved_for(self, leaves: list[Any]) -> State:
         return jax.tree.unflatten(self.state, jax.tree.leaves(_inexact(leaves)))
 
 
-def _of_body(solver: Solver | None, init: PyTree) -> Solver | None:
-    """The solver, with a ``jacobian_of`` that is a body turned into a step."""
-    other = getattr(solver, "jacobian_of", None)
-    if other is None:
-        return solver
-    return dataclasses.replace(
-        solver,  # type: ignore[type-var]
-        jacobian_of=_BodyStep.of(other, init),
-    )
+@dataclasses.dataclass(frozen=True)
+class ScanProblem:
+    """A scan as a `Problem`, and the way back from a solution to what the scan returns."""
+
+    problem: Problem
+    plain: Callable[[], tuple[PyTree, PyTree]]  # the scan itself
+    init: PyTree
+    last: list[Any]  # leaves of the last carry that are not solved for, None for the others
+    reverse: bool
+
+    def begin(self, solver: Solver | None, adjoint_solver: Solver | None) -> Tracing:
+        """Trace the body for these solvers. A ``jacobian_of`` of theirs is another body."""
+
+        def of_step(solver: Any) -> Any:
+            other = getattr(solver, "jacobian_of", None)
+            if other is None:
+                return solver
+            return dataclasses.replace(solver, jacobian_of=_BodyStep.of(other, self.init))
+
+        return begin(self.problem, of_step(solver), of_step(adjoint_solver))
+
+    def results(self, solution: Solution) -> tuple[PyTree, PyTree]:
+        """The last carry and the ys of a solution."""
+        step: Any = self.problem.step  # a `_BodyStep`
+        last = step.carry_of(solution.y1, self.last)
+        # A solve gives aux in the order in which the layers run; `lax.scan` stacks the ys in the order of xs.
+        out = last, _tree.flip(solution.aux) if self.reverse else solution.aux
+        if not varying_axes(*jax.tree.leaves(out)):
+            return out
+        # Within a shard_map a solve's results vary between all devices; the types of the plain scan say which axes are meant.
+        kinds = jax.eval_shape(self.plain)
+        return jax.tree.map(lambda x, kind: same_over(x, varying_axes(kind)), out, kinds)
 
 
-def _as_problem(
+def as_problem(
     body: Body, init: PyTree, xs: Stacked, n: int, reverse: bool, comm: Comm
-) -> tuple[Problem, list[Any]]:
-    """The problem, and the leaves of the last carry that are not solved for."""
-    x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
+) -> ScanProblem:
+    """A scan of `started` operands as a problem."""
+    plain = functools.partial(_tree.scan, body, init, xs, n, reverse)
     if reverse:
         _refuse_split(comm, "reverse=True")
         # The layers of a problem run forward, so they are put in the order in which they run.
         xs = _tree.flip(xs)
-    fixed, last = _fixed(body, init, xs, x, n, comm)
+    fixed, last = _fixed(body, init, xs, n, comm)
     # The layers' numbers are stacked even if nothing else is, as a network needs some stacked array.
-    data = (
-        fixed,
-        jnp.arange(n, dtype=jnp.int32),
-    )
+    data = fixed, jnp.arange(n, dtype=jnp.int32)
     step = _BodyStep.of(body, init)
     y0 = step.solved_for(jax.tree.leaves(init))
-    # ranks with unlike numbers of layers have to agree on it
+    # Ranks with unlike numbers of layers have to agree on the time.
     whole = 1.0 if comm.splits else float(n)
-    return Problem(step, xs, y0, data=data, t1=whole, comm=comm, has_aux=True), last
+    problem = Problem(step, xs, y0, data=data, t1=whole, comm=comm, has_aux=True)
+    return ScanProblem(problem, plain, init, last, reverse)
 
 
-def _started(body: Body, init: PyTree, xs: Stacked, length: Any) -> tuple[PyTree, Stacked, int]:
+def started(body: Body, init: PyTree, xs: Stacked, length: Any) -> tuple[PyTree, Stacked, int]:
     """The carry with the dtypes that ``lax.scan`` gives it, ``xs`` as arrays, and the number of layers.
 
     `lax.scan` itself refuses lengths that disagree, and bodies that change the carry.
@@ -215,14 +237,14 @@ def _started(body: Body, init: PyTree, xs: Stacked, length: Any) -> tuple[PyTree
     )
     leaves, structure = jax.tree.flatten(init)
     pairs = zip(leaves, kinds, strict=True)  # keys have no astype
-    # `lax.scan` promotes a weakly typed carry to what the body returns.
-    strong = [x.astype(kind.dtype) if getattr(x, "weak_type", False) else x for x, kind in pairs]
+    # `lax.scan` promotes a weakly typed carry to what the body returns, which may be weakly typed, too.
+    typed = [x.astype(kind.dtype) if _is_weak(x) and not kind.weak_type else x for x, kind in pairs]
     n = _tree.leading(xs) if jax.tree.leaves(xs) else length
-    return jax.tree.unflatten(structure, strong), xs, _check.integer("length", n, least=0)
+    return jax.tree.unflatten(structure, typed), xs, _check.integer("length", n, least=0)
 
 
 def _fixed(
-    body: Body, init: PyTree, xs: Stacked, x: PyTree, length: int, comm: Comm
+    body: Body, init: PyTree, xs: Stacked, length: int, comm: Comm
 ) -> tuple[list[Any], list[Any]]:
     """The leaves of the carry that are not inexact: as they enter every layer, and as they leave the last one."""
     leaves, structure = jax.tree.flatten(init)
@@ -232,10 +254,10 @@ def _fixed(
         return start, start
     # A scan over all layers computes these leaves, before the solve.
     _refuse_split(comm, "a carry with integers or keys")
-    program = jax.make_jaxpr(body)(init, x).jaxpr
+    program = jax.make_jaxpr(body)(init, _tree.entry_like(xs)).jaxpr
     # Does an integer of the next carry depend on a floating-point leaf of this one?
     solved = [*inexact, *[False] * (len(program.invars) - len(inexact))]
-    follows = _products.following(program, solved)
+    follows = following(program, solved)
     for (path, leaf), known, follow in zip(
         jax.tree.leaves_with_path(init), inexact, follows, strict=False
     ):
@@ -288,6 +310,10 @@ def _is_plain(structure: jax.tree_util.PyTreeDef) -> bool:
     node = structure.node_data()
     plain = node is None or issubclass(node[0], (dict, list, tuple, type(None)))
     return plain and all(map(_is_plain, structure.children()))
+
+
+def _is_weak(x: Any) -> bool:
+    return getattr(x, "weak_type", False)
 
 
 def _inexact(leaves: list[Any]) -> list[Any]:

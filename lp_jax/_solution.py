@@ -56,8 +56,7 @@ class Solution(NamedTuple):
 
     def __repr__(self) -> str:
         y1, trajectory, aux = map(_inputs.describe, (self.y1, self.trajectory, self.aux))
-        stats = "traced"
-        result = "traced"
+        stats = result = "traced"
         if not isinstance(self.result, jax.core.Tracer) and jnp.ndim(self.result) == 0:
             stats = repr(self.stats)
             result = f"{int(self.result)} ({self._reason(int(self.result)).partition('.')[0]})"

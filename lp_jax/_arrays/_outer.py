@@ -12,8 +12,8 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh
 
+from lp_jax._arrays._jaxpr import JITTED, array_type, axes_of, bind, through_calls, walk
 from lp_jax._arrays._place import at_home
-from lp_jax._arrays._products import array_type, bind, evaluate, walk
 
 # of ``dot_general``: the axes that are summed over, and those of a batch, in both operands
 DimensionNumbers = tuple[
@@ -22,33 +22,26 @@ DimensionNumbers = tuple[
 
 
 def with_few_terms(
-    program: core.ClosedJaxpr, terms: int, home: AbstractMesh | None = None
+    program: core.ClosedJaxpr, terms: int, home: AbstractMesh
 ) -> Callable[..., list[jax.Array]]:
     """Turn a program into a function that forms gradients of weights as sums of outer products where ``terms`` rows are enough.
 
-    ``home`` is the mesh that it was traced on, by default that of the caller.
+    ``home`` is the mesh that it was traced on.
     """
 
     def operation(equation: core.JaxprEqn, operands: list[jax.Array]) -> Sequence[jax.Array]:
         if _few(equation, terms):
             return [_product(*operands, **equation.params)]
-        if equation.primitive.name in _INLINED:
-            # Products within jitted functions are found, too.
-            inner = equation.params["jaxpr"]
-            return evaluate(inner.jaxpr, inner.consts, operands, operation)
         return bind(equation, operands)
 
-    home = jax.sharding.get_abstract_mesh() if home is None else home
-    of_each = operation if terms else bind  # else calls stay calls
+    # Products within jitted functions are found, too; where none is wanted, calls stay calls.
+    of_each = through_calls(operation, JITTED) if terms else bind
     return lambda *arguments: at_home(program, home, arguments, of_each)
 
 
 def has_few(program: core.Jaxpr, terms: int, *, least: int = 1) -> bool:
     """Whether a program has products that `with_few_terms` changes, of ``least`` rows or more."""
-    return any(_few(equation, terms, least) for equation in walk(program.eqns, into=_INLINED))
-
-
-_INLINED = ("jit", "pjit")
+    return any(_few(equation, terms, least) for equation in walk(program.eqns, into=JITTED))
 
 
 def _few(equation: core.JaxprEqn, terms: int, least: int = 1) -> bool:
@@ -56,7 +49,7 @@ def _few(equation: core.JaxprEqn, terms: int, least: int = 1) -> bool:
     if equation.primitive.name != "dot_general":
         return False
     x, w, out = (array_type(v) for v in (*equation.invars, *equation.outvars))
-    (left, _), (batch, _) = equation.params["dimension_numbers"]
+    (left, _), (batch, _) = axes_of(equation)
     plain = w.ndim == 2 <= x.ndim and not batch and tuple(left) == (x.ndim - 1,)
     alike = x.dtype == w.dtype == out.dtype and x.dtype.itemsize >= 4
     mesh = out.sharding.mesh

@@ -9,7 +9,16 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from lp_jax._arrays._products import Operation, array_type, bind, evaluate, through_calls
+from lp_jax._arrays._jaxpr import (
+    JITTED,
+    PLACES,
+    Operation,
+    array_type,
+    bind,
+    evaluate,
+    has_rule,
+    through_calls,
+)
 
 
 def at_home(
@@ -21,18 +30,19 @@ def at_home(
     refuses them beside the types of a ``shard_map``. So the arguments are given the types that the program knows, and its
     results those of the caller. Nothing of this is left in what is compiled.
     """
-    here, inner = jax.sharding.get_abstract_mesh(), program.jaxpr
+    here = jax.sharding.get_abstract_mesh()
     if here == home:
-        return evaluate(inner, program.consts, args, operation)
-    variables, n = [*inner.constvars, *inner.invars], len(program.consts)
+        return evaluate(program, args, operation)
+    # without axes of the compiler, JAX has no rule for a constraint under vmap
+    return in_its_types(program, args, operation if here.auto_axes else _unconstrained(operation))
+
+
+def in_its_types(program: core.ClosedJaxpr, args: Sequence[Any], operation: Operation) -> list[Any]:
+    """Evaluate a program on arrays of the types that it knows. Its results get types of the caller's mesh."""
+    n, variables = len(program.consts), [*program.jaxpr.constvars, *program.jaxpr.invars]
     pairs = zip([*program.consts, *args], variables, strict=True)
     values = [retyped(x, array_type(v).sharding) for x, v in pairs]
-
-    # without axes of the compiler, JAX has no rule for a constraint under vmap
-    out = evaluate(
-        inner, values[:n], values[n:], operation if here.auto_axes else _unconstrained(operation)
-    )
-    return list(map(placed_here, out))
+    return list(map(placed_here, evaluate(program, values[n:], operation, values[:n])))
 
 
 def _unconstrained(operation: Operation) -> Operation:
@@ -40,10 +50,9 @@ def _unconstrained(operation: Operation) -> Operation:
 
     def each(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         # Operations that only move an array are the identity here.
-        places = eqn.primitive.name in ("sharding_constraint", "reshard", "mesh_cast")
-        return ins if places else operation(eqn, ins)
+        return ins if eqn.primitive.name in PLACES else operation(eqn, ins)
 
-    return through_calls(each, {"jit", "pjit"})
+    return through_calls(each, JITTED)
 
 
 def automatic(program: Any) -> Any:
@@ -59,7 +68,7 @@ def automatic(program: Any) -> Any:
 
     def operation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):
-            if eqn.primitive.name.startswith(("custom_", "shard_map")):
+            if has_rule(eqn) or eqn.primitive.name == "shard_map":
                 # Rules of these operations were traced on the old mesh, so they get operands of its types.
                 types = [array_type(v).sharding for v in eqn.invars]
                 return list(map(placed_here, bind(eqn, list(map(retyped, ins, types)))))
@@ -67,7 +76,7 @@ def automatic(program: Any) -> Any:
 
     def again(*args: jax.Array) -> list[Any]:
         consts = list(map(placed_here, program.consts))
-        return evaluate(program.jaxpr, consts, args, _unconstrained(operation))
+        return evaluate(program, args, _unconstrained(operation), consts)
 
     with jax.sharding.use_abstract_mesh(NO_MESH):
         return jax.make_jaxpr(again)(*(x.update(sharding=nowhere(x)) for x in program.in_avals))

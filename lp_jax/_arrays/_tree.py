@@ -1,7 +1,7 @@
 """Arithmetic on pytrees, and the stacking of layers into intervals."""
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import jax
@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from lp_jax._arrays._jaxpr import vary, varying_axes
 from lp_jax._arrays._types import PyTree, Scalar, Stacked
 
 # the library's own loops: a progress bar that replaces ``jax.lax.scan`` counts the user's scans, and none of these
@@ -67,14 +68,8 @@ def pad_zeros(x: jax.Array, more: int) -> jax.Array:
 
 def varying(tree: PyTree, like: PyTree) -> PyTree:
     """Within a user's ``shard_map``, mark ``tree`` as different between devices where ``like`` is."""
-    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(like)))
-
-    def leaf(x: jax.Array) -> jax.Array:
-        more = tuple(axis for axis in axes if axis not in varying_axes(x))
-        numbers = more and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return lax.pcast(x, more, to="varying") if numbers else x
-
-    return jax.tree.map(leaf, tree) if axes else tree
+    axes = varying_axes(*jax.tree.leaves(like))
+    return jax.tree.map(lambda x: vary(x, axes), tree) if axes else tree
 
 
 def shape_of(f: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
@@ -100,13 +95,6 @@ def entry_like(tree: PyTree) -> PyTree:
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=place)
 
     return jax.tree.map(leaf, tree)
-
-
-def varying_axes(x: object) -> frozenset[Hashable]:
-    """Axes of a mesh along which devices hold different numbers, as ``shard_map`` checks it."""
-    # others refuse a value that is not an array
-    kind = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
-    return getattr(getattr(kind, "manual_axis_type", None), "varying", frozenset())
 
 
 def sum_like(tree: PyTree, like: PyTree) -> PyTree:

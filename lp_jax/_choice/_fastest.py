@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from lp_jax._arrays._check import register
 from lp_jax._choice._footprint import Footprint
-from lp_jax._choice._processor import OF_NEWTON, Processor
+from lp_jax._choice._processor import Processor
 from lp_jax._solvers._elementwise import Elementwise, intervals
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
@@ -72,15 +72,16 @@ class Fastest(Solver):
 
 
 def sweeps_to(rtol: Any) -> tuple[Picard, Picard]:
-    """Sweeps to a tolerance, and serial propagation where they do not meet it: gradient errors below ten times ``rtol``."""
+    """Return sweeps to a tolerance that fall back to serial propagation; gradient errors stay below ten times ``rtol``."""
     forward = Picard(sweeps=32, rtol=rtol, fallback=True)
     return forward, dataclasses.replace(forward, rtol=10 * rtol)
 
 
 def typical(rtol: Any) -> int:
-    """Number of sweeps to a tolerance on networks near an ODE, where s sweeps leave an error of ``(L T)^(s + 1) / (s + 1)!``.
+    """Return the number of sweeps to a tolerance on networks near an ODE.
 
-    So it is for y' = L y. With L T = 2/3 it is 5 at 1e-3 and 3 at 1e-2, as was measured.
+    There s sweeps leave an error of ``(L T)^(s + 1) / (s + 1)!``, because they do so for y' = L y. With L T = 2/3 the number is 5
+    at 1e-3 and 3 at 1e-2, as was measured.
     """
     return 1 + sum(_LT**s / math.factorial(s) > rtol for s in range(2, 33))
 
@@ -96,10 +97,8 @@ _COMPILING = 2e-5
 _ITERATIONS, _RELAXATIONS = 10, 16
 # The fixed costs of one kernel through the layers: it takes as long as 30 launches of other kernels, and moves as many bytes
 # as 2 evaluations of all layers.
-_STARTS, _MOVED = (
-    30,
-    2,
-)
+_STARTS = 30
+_MOVED = 2
 MOST_NUMBERS = 256  # of an example's state, for Jacobians
 
 
@@ -126,11 +125,11 @@ class Layers(NamedTuple):
 def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
     """Return the pair that is predicted to be fastest, and its seconds of value and gradient.
 
-    Serial propagation, over several workers a relay, unless another pair is predicted to take at most 0.55 of its time (0.95 of a
-    relay's on TPUs), and to save more than its longer compilation costs. Without an ``rtol`` only exact methods are compared.
-    Cycles over one interval for each worker are not compared, because as many as make them exact cost what a relay does, and send
-    more messages. Sweeps get a budget: they may cost as much as serial propagation, so that on a network on which they fail they
-    at most double its time.
+    It is serial propagation, over several workers a relay, unless another pair is predicted to take at most 0.55 of its time
+    (0.95 of a relay's on TPUs), and to save more than its longer compilation costs. Without an ``rtol`` only exact methods are
+    compared. Cycles over one interval for each worker are not compared, because as many as make them exact cost what a relay
+    does, and send more messages. Sweeps get a budget: they may cost as much as serial propagation, so that on a network on which
+    they fail they at most double its time.
     """
     serial = _serial(layers)
     # Without a known cost nothing can be compared, so the solver that always works is taken.
@@ -139,7 +138,7 @@ def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
     options = [_kernel(layers)]
     if rtol is not None:
         options.append(_newton(layers, rtol))
-        # states of driven networks move as far in a step as they are large: sweeps fail
+        # The states of driven networks move as far in a step as they are large, so that sweeps fail there.
         moving = layers.recurrent and layers.driven
         if not moving and not layers.places:  # a kernel is exact, and moves fewer bytes
             options.append(_sweeps(layers, rtol))
@@ -202,11 +201,9 @@ def _kernel(at: Layers) -> tuple[float, Pair]:
     # steps of the adjoint take half the time
     steps = 1.5 * at.layers if count == 1 else 4 * (at.layers / count + count)
     solver = Elementwise()
+    marched = _STARTS * at.processor.launch + at.processor.kernel_step * steps
     moved = _MOVED * at.processor.batch(at.footprint, at.layers)
-    return _STARTS * at.processor.launch + at.processor.kernel_step * steps + moved, (
-        solver,
-        solver,
-    )
+    return marched + moved, (solver, solver)
 
 
 def _newton(at: Layers, rtol: float) -> tuple[float, Pair]:
@@ -236,8 +233,8 @@ def _newton(at: Layers, rtol: float) -> tuple[float, Pair]:
     for forward, matrices, columns, iterations in kinds:
         # of the whole batch: a shared Jacobian takes a column from each example
         evaluations = max(1.0, min(matrices, at.examples) / at.examples * columns)
-        one = evaluations * p.one(at.footprint, steps=at.layers) + p.jacobians(matrices, columns)
-        each = p.launch * OF_NEWTON + at.layers * one
+        evaluated = at.layers * evaluations * p.one(at.footprint, steps=at.layers)
+        each = p.newton(at.layers, matrices, columns) + evaluated
         relaxing = forward.relaxations * p.batch(at.footprint, at.layers)
         seconds = iterations * math.log(rtol, 1e-3) * each + relaxing
         options.append((seconds, (forward, forward.for_adjoint())))

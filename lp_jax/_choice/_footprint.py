@@ -8,10 +8,13 @@ import jax
 from jax.extend import core
 
 from lp_jax._arrays import _tree
+from lp_jax._arrays._jaxpr import ALONE, array_type, is_switch, live, walk
 from lp_jax._arrays._outer import has_few
-from lp_jax._arrays._products import array_type, live, walk
 from lp_jax._arrays._types import PyTree
-from lp_jax._choice._cost import cost_of, draws_alone, most_alive, opaque
+from lp_jax._choice._cost import cost_of, most_alive
+
+# Parts of the names of operations that call code of unknown cost.
+_OPAQUE = ("callback", "ffi_call", "custom_call", "custom_partitioning", "pallas_call")
 
 
 class Footprint(NamedTuple):
@@ -49,16 +52,20 @@ def footprint(
         return Footprint(0, 0, math.inf, counted=False)
     program = live(program)
     try:
-        flops, numbers, kernels, convolved = cost_of(program)
+        flops, numbers, kernels, convolved, _ = cost_of(program)
     except ValueError:  # a loop whose length is data
         return Footprint(nbytes, 0, math.inf, counted=False)
     # without products and reductions, too, some operations are not fused
     kernels = 1 + max(1, kernels)
-    alone = draws_alone(program)
-    few = has_few(program, terms, least=2)
     operations = list(walk(program.eqns))
+    names = {equation.primitive.name for equation in operations}
+    kinds = {str(getattr(v.aval, "dtype", "")) for one in operations for v in one.invars}
+    # A batch of such keys draws other numbers than one key after another.
+    alone = not kinds.isdisjoint(ALONE) or "rng_bit_generator" in names
+    # Printing does not count, because it changes no result.
+    opaque = any(part in name for name in names - {"debug_callback"} for part in _OPAQUE)
     # `vmap` turns a switch with an index for each layer into a selection among all branches, each of which is evaluated.
-    switches = batched and any(equation.primitive.name == "cond" for equation in operations)
+    switches = batched and any(map(is_switch, operations))
     branches = _at_once_cost(program) / max(1.0, flops + numbers) if switches else 1.0
     one_row = has_few(program, 1) and not has_few(program, sys.maxsize, least=2)
     return Footprint(
@@ -66,8 +73,8 @@ def footprint(
         working=most_alive(program),
         flops=flops,
         # A layer that draws other numbers in a batch must not be batched, so its cost is no use to the choice.
-        counted=not (alone or opaque(program)),
-        few=few,
+        counted=not (alone or opaque),
+        few=has_few(program, terms, least=2),
         one_row=one_row,
         numbers=numbers,
         convolved=convolved,

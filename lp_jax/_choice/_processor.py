@@ -10,14 +10,14 @@ from collections.abc import Callable
 import jax
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._products import walk
+from lp_jax._arrays._jaxpr import walk
 from lp_jax._arrays._types import PyTree
 from lp_jax._choice._footprint import Footprint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Processor:
-    """Numbers of a device: its times in seconds, and what programs for the same numbers are chosen by."""
+    """Numbers of a device: its times in seconds, and the numbers by which programs for it are chosen."""
 
     flops: float  # a second, of products in the precision that JAX uses by default for float32
     bandwidth: float  # bytes a second of its memory
@@ -96,7 +96,7 @@ class Processor:
         each *= self.unrolled if workers == 1 and self.serial_unroll(layer) > 1 else 1.0
         started = each if layer.flops >= _UNROLL_FLOPS or self.wide else 0.0
         one = self.one(layer, steps=steps)
-        # what one worker after another forms, of the gradients of weights all at once
+        # Cotangents go from worker to worker, and gradients of weights may then be formed by all workers at once.
         idle = (1 - 1 / workers) if self.two_passes(layer) else 0.0
         back = self.backward * started * (1 - self.of_weights * idle) + one * (2 - idle)
         return steps * (started + one), steps * back
@@ -116,9 +116,13 @@ class Processor:
         one += self.few_rows * layer.few * layer.kernels
         return self.launch * starts + steps * one
 
-    def jacobians(self, matrices: int, numbers: int) -> float:
-        """Seconds of a layer in the chain of an iteration of Newton's method, with Jacobians of ``numbers`` columns."""
-        return matrices * (_PASSES * 4 * numbers**2 / self.bandwidth + 2 * numbers**3 / self.flops)
+    def newton(self, steps: int, matrices: int, numbers: int) -> float:
+        """Return the seconds of an iteration of Newton's method, without its evaluations of the layers.
+
+        Each of the ``steps`` layers has ``matrices`` Jacobians of ``numbers`` columns.
+        """
+        one = matrices * (_PASSES * 4 * numbers**2 / self.bandwidth + 2 * numbers**3 / self.flops)
+        return self.launch * _OF_NEWTON + steps * one
 
     def serial_unroll(self, layer: Footprint) -> int:
         """Return the number of turns of serial propagation to unroll."""
@@ -141,10 +145,10 @@ class Processor:
         return self.wide or (isinstance(flops, int | float) and flops <= self.chain_flops)
 
     def loop_unroll(self, count: int, body: Callable[..., PyTree], *arguments: PyTree) -> int:
-        """Number of a loop's ``count`` turns to unroll; fewer where turns are large and take long to compile."""
+        """Return how many of a loop's ``count`` turns to unroll; fewer where turns are large and take long to compile."""
         if not self.launches:
             return 1
-        operations = 1 + len(list(walk(jax.make_jaxpr(body)(*arguments).jaxpr.eqns)))
+        operations = 1 + len(list(walk(jax.make_jaxpr(body)(*arguments).eqns)))
         most = max(1, _MOST // operations)
         if count > _ALL:
             return min(_SOME, most)
@@ -154,14 +158,13 @@ class Processor:
 # per number that an operation other than a product computes: half of them are fused away
 _BYTES = 4
 _PASSES = 10  # over the Jacobians, in an iteration of Newton's method
-OF_NEWTON = 100  # kernels of such an iteration
+_OF_NEWTON = 100  # kernels of such an iteration
 OF_A_SUM = 6  # kernels of the sums of increments in a sweep
 _SOME = 8  # turns of a loop that are unrolled
 _ALL = 16  # most turns of one that is unrolled as a whole
 _MOST = 2048  # operations of all turns that are unrolled
-# On a CPU: most bytes of layers that are all evaluated at once, and bytes
-# of those that are where there are more. Layers of less
-# than a flop per byte of operands are not split, as copying operands would cost more.
+# On a CPU: the most bytes of layers that are all evaluated at once; and, where there are more, the bytes of those that are.
+# Layers of less than a flop per byte of operands are not split, because copying operands would cost more.
 _MOST_BYTES = 36_000_000
 _CHUNK_BYTES = 2**23
 # Where turns are not launched: least flops of a layer for which serial propagation is unrolled, because the compiler of a CPU
@@ -200,7 +203,7 @@ ACCELERATOR = Processor(
 
 
 def _tpu(flops: float, bandwidth: float, vmem: float, link: float, clock: float) -> Processor:
-    """The numbers of a TPU from its data sheet; cycles were fitted to programs for a v5e (benchmarks/tpu_costs.py).
+    """Return the numbers of a TPU from its data sheet; cycles were fitted to programs for a v5e (benchmarks/tpu_costs.py).
 
     The compiler places what fits in VMEM. Of the memory's bandwidth, layers of some kilobytes reach a half.
     """
@@ -232,7 +235,7 @@ def _tpu(flops: float, bandwidth: float, vmem: float, link: float, clock: float)
 
 
 def _gpu(flops: float, bandwidth: float, kernel_step: float | None = None) -> Processor:
-    """The numbers of a GPU from its data sheet; a step in a kernel was measured on an H200, for its like."""
+    """Return the numbers of a GPU from its data sheet; a step in a kernel was measured on an H200, and holds for its like."""
     return dataclasses.replace(
         ACCELERATOR, flops=flops, bandwidth=bandwidth, kernel_step=kernel_step
     )
@@ -273,7 +276,7 @@ _ALSO = {"tpu v5 lite": "TPU v5e", "tpu v5": "TPU v5p", "tpu v6 lite": "TPU v6e"
 
 
 def _known(kind: str) -> Processor | None:
-    """The numbers of a kind with a data sheet.
+    """Return the numbers of a kind; None for one without a data sheet.
 
     The name of a GPU is looked for as whole words, because devices have longer ones: "NVIDIA A100-SXM4-40GB". A laptop's GPU and
     a part of one (MIG) are other devices. A TPU has one name, of which the last word is enough.
@@ -289,7 +292,7 @@ def _known(kind: str) -> Processor | None:
 
 
 @functools.cache
-def processor(platform: str, kind: str = "") -> Processor:
+def processor(platform: str, kind: str = "", devices: int = 1) -> Processor:
     """Return the numbers of a device by its platform, such as "cpu", and ``jax.Device.device_kind``.
 
     Measured on two cores (docs/internals.md) and on an H200 (docs/gpu.md), for TPUs counted (benchmarks/tpu_costs.py); other
@@ -303,23 +306,22 @@ def processor(platform: str, kind: str = "") -> Processor:
             f"within lp_jax.planning.assume(name). lp_jax.calibrate measures it.",
             stacklevel=2,
         )
-    return found or (TPU if platform == "tpu" else ACCELERATOR)
+    found = found or (TPU if platform == "tpu" else ACCELERATOR)
+    # A kernel that marches through the layers cannot be partitioned over several devices.
+    return found if devices == 1 else dataclasses.replace(found, kernel_step=None)
 
 
 def at_hand(platform: str, kind: str = "") -> Processor:
-    """Numbers of the devices of a platform, and of their kind where there are none, as when compiling for another machine."""
+    """Return the numbers of a platform's devices; where there are none, as when compiling for another machine, of ``kind``."""
     try:
         devices = jax.devices(platform)
     except RuntimeError:
         return processor(platform, kind)
-    found = processor(platform, devices[0].device_kind)
-    if len(devices) > 1:
-        found = dataclasses.replace(found, kernel_step=None)  # such a kernel is not partitioned
-    return found
+    return processor(platform, devices[0].device_kind, len(devices))
 
 
 def named(device: str) -> Processor:
-    """The numbers of a kind with a data sheet; other names are refused."""
+    """Return the numbers of a kind with a data sheet; refuse other names."""
     found = _known(device)
     if found is None:
         raise ValueError(

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
+from lp_jax._arrays._jaxpr import ALONE, varying_axes
 from lp_jax._arrays._place import batch_with_place, retyped
-from lp_jax._arrays._products import ALONE
 from lp_jax._arrays._types import PyTree, Stacked
 from lp_jax._comms import _wire
 from lp_jax._comms._comm import Comm, Operands, Unit, common_unit
@@ -91,14 +91,13 @@ class MeshComm(Comm):
     def adapt(
         self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]
     ) -> Callable[[PyTree], PyTree]:
-        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+        explicit = self.mesh.explicit_axes
         meshes = [
             jax.sharding.get_abstract_mesh(),
             *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)),
         ]
         # Without explicit axes in any type, the program needs no conversion.
-        if not explicit or all(AxisType.Explicit not in mesh.axis_types for mesh in meshes):
+        if not explicit or not any(mesh.explicit_axes for mesh in meshes):
             return program
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         # The shardings are flattened, because the cache below needs arguments that can be hashed.
@@ -131,7 +130,7 @@ class MeshComm(Comm):
             if self.size == 1:
                 return Local(layers=layers, held=(layers,))
         # Types say what varies between devices only within a shard_map with check_vma=True, which does not work here.
-        if any(_tree.varying_axes(x) for x in jax.tree.leaves(operands[:2])):
+        if varying_axes(*jax.tree.leaves(operands[:2])):
             raise ValueError(
                 "the pieces of a cycle need check_vma=False, and gradients outside of the "
                 "shard_map."
@@ -228,9 +227,8 @@ class MeshComm(Comm):
                     where = f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
                     raise ValueError(
                         f"an array of {name} ({where}) is sharded over the axis {self.axis!r}, "
-                        f"{spec}, "
-                        "which the layers are spread over. Give it another axis of the mesh, or "
-                        "none."
+                        f"{spec}, which the layers are spread over. Give it another axis of the "
+                        "mesh, or none."
                     )
 
 
@@ -378,7 +376,7 @@ class OnMesh(Workers):
 
 def same_over(x: jax.Array, varying: frozenset[Hashable]) -> jax.Array:
     """Let an array that is equal along further axes of a ``shard_map`` vary over ``varying`` only, as far as its type tells."""
-    for axis in sorted(_tree.varying_axes(x) - varying, key=str):
+    for axis in sorted(varying_axes(x) - varying, key=str):
         # All devices hold equal numbers, so the sum takes them from the first one; after `psum` the type does not vary over it.
         x = _sum(jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x)), axis)
     return x

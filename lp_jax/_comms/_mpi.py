@@ -188,8 +188,15 @@ class MPIComm(Comm):
         _together.meet(self._duplicates[2], self.patience)
         # Every rank sees the same facts, and so all ranks raise the same error or none.
         counts, everyone = zip(*self.python_comm.allgather((layers, facts)), strict=True)
-        for what in facts:
-            self._refuse_differences(what, [theirs[what] for theirs in everyone])
+        for rank, theirs in enumerate(everyone):
+            for what, wanted in everyone[0].items():
+                for name in {**wanted, **theirs[what]}:
+                    x, y = (each.get(name, "absent") for each in (wanted, theirs[what]))
+                    if x != y:
+                        raise ValueError(
+                            f"comm=MPIComm(...): the ranks disagree on {what}: {name} is {x} on "
+                            f"rank 0 and {y} on rank {rank}."
+                        )
         total = sum(counts)
         if total == 0:
             raise ValueError(
@@ -210,16 +217,6 @@ class MPIComm(Comm):
                 f"such runs."
             )
         return OnRanks(layers=total, held=counts, sequential=self.sequential, comm=self)
-
-    def _refuse_differences(self, what: str, everyone: Sequence[dict[str, str]]) -> None:
-        for rank, theirs in enumerate(everyone):
-            for name in {**everyone[0], **theirs}:
-                a, b = everyone[0].get(name, "absent"), theirs.get(name, "absent")
-                if a != b:
-                    raise ValueError(
-                        f"comm=MPIComm(...): the ranks disagree on {what}: {name} is {a} on rank 0 "
-                        f"and {b} on rank {rank}."
-                    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -468,11 +465,9 @@ def _attribute() -> int:
     return int(mpi.Comm.Create_keyval())
 
 
+@functools.cache
 def _abort_on_uncaught() -> None:
     """Let an uncaught exception end the job. Otherwise the other ranks, and MPI's finalisation, wait for this one."""
-    # The hook is set once per process.
-    if getattr(sys.excepthook, "aborts_mpi", False):
-        return
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -484,5 +479,4 @@ def _abort_on_uncaught() -> None:
         if kind is not KeyboardInterrupt and not mpi.Is_finalized():
             mpi.COMM_WORLD.Abort(1)
 
-    hook.aborts_mpi = True  # type: ignore[attr-defined]
     sys.excepthook = hook

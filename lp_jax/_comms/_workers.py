@@ -248,6 +248,8 @@ class Workers(abc.ABC):
             )
 
         _, total = self.exclusive_scan((power, total), reverse=reverse, compose=compose)
+        # Workers without layers receive nothing; with ``y0`` their slots stay as they are.
+        total = select(self.index() < self.active, total, y0)
         return self._first_or(y0, total, reverse=reverse)
 
     def exclusive_scan(

@@ -15,11 +15,22 @@ from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from lp_jax._arrays import _tree
+from lp_jax._arrays._jaxpr import (
+    array_type,
+    bind,
+    closes_over_tracers,
+    evaluate,
+    following,
+    has_rule,
+    walk,
+)
 from lp_jax._arrays._outer import with_few_terms
 from lp_jax._arrays._place import placed_here, retyped
-from lp_jax._arrays._products import following, walk
 from lp_jax._arrays._types import Layer, PyTree, Shared, Slices, State, Static, Step, StepKey
 from lp_jax._arrays._weak import strong
+
+Kept = dict[str, jax.Array]
+"""Arrays of a step's linearisation that depend on its state, by the operations that compute them."""
 
 Signature = tuple[tuple[tuple[int, ...], np.dtype], ...]
 """Shapes and dtypes of the leaves of a state."""
@@ -70,15 +81,16 @@ class LayerStep:
         self, u: State, x: Slices, shared: Shared, *, aux: bool, layers: int | None
     ) -> PyTree:
         """Return ``u_next``, or ``(u_next, aux)`` with ``aux``. A slice with an index >= ``layers`` does nothing."""
-        if self.retraced:
+        # For another shape of the state the step may close over other values, or over none.
+        hoisted = dict(self.hoisted).get(signature(u))
+        if self.retraced and hoisted is None:
             out = self(u, x, shared[0])
         else:
             # Types of a program hold the mesh of its trace, so JAX's cache of traces serves only the same mesh.
             here = jax.sharding.get_abstract_mesh()
             home, like = self.home or here, (u, x, shared[0])
             with jax.sharding.use_abstract_mesh(home):
-                if self.hoisted:
-                    hoisted = dict(self.hoisted)[signature(u)]
+                if hoisted is not None:
                     constants = _tree.with_fresh_keys([shared[1][i] for i in hoisted.positions])
                     program = core.ClosedJaxpr(hoisted.jaxpr, constants)
                 else:
@@ -104,16 +116,15 @@ def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
         )
         return pull(_tree.zeros_like(out))
 
-    if not any(
-        equation.primitive.name.startswith("custom_") for equation in walk(program.jaxpr.eqns)
-    ):
+    if not any(map(has_rule, walk(program.eqns))):
         return False
     try:
         # A rule that needs a value of its own trace leaves a tracer among the constants of the transposed program.
-        constants = jax.make_jaxpr(transpose)(*jax.tree.leaves(arguments)).consts
-    except Exception:
+        return closes_over_tracers(jax.make_jaxpr(transpose)(*jax.tree.leaves(arguments)))
+    except (
+        Exception
+    ):  # a rule may raise anything, as it is a user's code that sees values of another trace
         return True
-    return any(isinstance(c, jax.core.Tracer) for c in constants)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,43 +156,28 @@ class Linearised:
     weights: bool = False  # whether shared operands are differentiated, too, for `contract`
     emits: tuple[bool, ...] = ()  # the leaves of aux that are differentiated, too
 
-    def evaluate(
-        self, u: State, x: Slices, shared: PyTree
-    ) -> tuple[State, PyTree, list[jax.Array]]:
-        """Return the next state, aux, and the arrays to keep."""
-        (u_next, _), pullback, aux = self._vjp(u, x, shared)
-        leaves = jax.tree.leaves(pullback)
-        return u_next, aux, [placed_here(leaves[i]) for i in self._from_state(u, x, shared)]
+    def evaluate(self, u: State, x: Slices, shared: PyTree) -> tuple[PyTree, Kept]:
+        """Return the pair of the next state and aux, and the arrays to keep."""
+        return self._run({}, u, x, shared)
 
     def transpose(
-        self, u: State, x: Slices, shared: PyTree, kept: Sequence[jax.Array]
-    ) -> Callable[..., tuple[State, list[jax.Array], list[jax.Array]]]:
-        """Return the pullback at ``u``, from a cotangent of the next state to those of ``u``, leaves of ``x`` and weights.
+        self,
+        u: State,
+        x: Slices,
+        shared: PyTree,
+        kept: Kept,
+        lam: State,
+        sources: Sequence[jax.Array | None] = (),
+    ) -> PyTree:
+        """Pull a cotangent of the next state back: to those of ``u``, of leaves of ``x``, and of weights.
 
-        Its second argument are the cotangents of the leaves of aux that are differentiated, None for zeros. The step is traced
-        again for its structure. Its values that depend on the state are not used, so the compiler drops their computation.
+        ``sources`` are the cotangents of the leaves of aux that are differentiated, None for zeros. The step is traced again.
+        Its values that depend on the state are not used, so the compiler drops their computation.
         """
-        (_, emitted), pullback, _ = self._vjp(u, x, shared)
-        leaves, structure = jax.tree.flatten(pullback)
-        for i, value in zip(self._from_state(u, x, shared), kept, strict=True):
-            # The kept arrays take the places of those that the new trace would compute again.
-            leaves[i] = retyped(value, jax.typeof(leaves[i]).sharding)
-        pull = jax.tree.unflatten(structure, leaves)
-
-        def pulled(
-            lam: State, sources: Sequence[jax.Array | None] = ()
-        ) -> tuple[State, list[jax.Array], list[jax.Array]]:
-            given = sources or [None] * len(emitted)
-            pairs = zip(given, emitted, strict=True)
-            out: tuple[State, list[jax.Array], list[jax.Array]] = pull(
-                (lam, [jnp.zeros_like(x) if a is None else a for a, x in pairs])
-            )
-            return out
-
-        return pulled
+        return self._run(kept, u, x, shared, lam, sources)[0]
 
     def contract(
-        self, us: State, xs: Slices, shared: PyTree, kept: Sequence[jax.Array], lams: State
+        self, us: State, xs: Slices, shared: PyTree, kept: Kept, lams: State
     ) -> list[jax.Array]:
         r"""Cotangents of the weights, summed over steps stacked along the leading axes. No step is evaluated.
 
@@ -191,10 +187,12 @@ class Linearised:
         weights, _ = _tree.partition(shared)
 
         def directional(dot: list[jax.Array]) -> State:
-            def one(u: State, x: Slices, kept: Sequence[jax.Array], lam: State) -> State:
-                pull = self.transpose(u, x, shared, kept)
+            def one(u: State, x: Slices, kept: Kept, lam: State) -> State:
+                def pull(lam: State) -> PyTree:
+                    return self.transpose(u, x, shared, kept, lam)[2]
+
                 # The transpose of the pullback is the forward derivative J_n along the weights.
-                push = jax.linear_transpose(lambda lam: pull(lam)[2], lam)
+                push = jax.linear_transpose(pull, lam)
                 (u_dot,) = push(dot)
                 return u_dot
 
@@ -203,9 +201,10 @@ class Linearised:
         (total,) = jax.linear_transpose(directional, weights)(lams)
         return total
 
-    def _vjp(
-        self, u: State, x: Slices, shared: PyTree
-    ) -> tuple[tuple[State, list[jax.Array]], PyTree, PyTree]:
+    def _linearise(
+        self, u: State, x: Slices, shared: PyTree, *cotangents: PyTree
+    ) -> tuple[list[jax.Array], PyTree]:
+        """Return the arrays of the pullback, and the next state and aux; with cotangents those that they are pulled back to."""
         leaves, combine = _tree.partition(x, self.differentiable)
         weights, combine_shared = _tree.partition(shared)
 
@@ -219,19 +218,57 @@ class Linearised:
             )
             return (u_next, emitted), aux
 
-        return jax.vjp(step, u, leaves, weights if self.weights else [], has_aux=True)
+        primals = u, leaves, weights if self.weights else []
+        (u_next, emitted), pullback, aux = jax.vjp(step, *primals, has_aux=True)
+        out = u_next, aux
+        if cotangents:
+            lam, sources = cotangents
+            pairs = zip(sources or [None] * len(emitted), emitted, strict=True)
+            out = pullback((lam, [jnp.zeros_like(x) if a is None else a for a, x in pairs]))
+        return jax.tree.leaves(pullback), out
 
-    def _from_state(self, u: State, x: Slices, shared: PyTree) -> list[int]:
-        """Positions of the leaves of the pullback that depend on the state, without the state itself."""
+    def _run(self, kept: Kept, *operands: PyTree) -> tuple[PyTree, Kept]:
+        """Evaluate the second result of `_linearise`; return it, and those arrays of the pullback that depend on the state.
 
-        def residuals(u: State, x: Slices, shared: PyTree) -> list[jax.Array]:
-            return jax.tree.leaves(self._vjp(u, x, shared)[1])
+        The arrays that were ``kept`` take the places of those that are computed again. All traces compute them by the same
+        operations in the same order, so an array is known by its operation, and the order in which JAX keeps arrays does not
+        matter.
+        """
+        closed, (leaves, out) = jax.make_jaxpr(self._linearise, return_shape=True)(*operands)
+        program, count = closed.jaxpr, len(leaves)
+        names = _from_state(program, len(jax.tree.leaves(operands[0])), count)
+        if kept and (unlike := kept.keys() ^ names.values()):
+            raise RuntimeError(
+                f"the gradient of a step has other operations than the step in the solve: "
+                f"{sorted(unlike)}. Let the step depend on nothing but its arguments."
+            )
+        given = {program.outvars[i]: kept[name] for i, name in names.items() if kept}
 
-        jaxpr = jax.make_jaxpr(residuals)(u, x, shared).jaxpr
-        states = jaxpr.invars[: len(jax.tree.leaves(u))]
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "retyped" and equation.invars[0] in states:
-                states = [*states, *equation.outvars]
-        # The state itself is kept apart, as the solver has it.
-        follows = following(jaxpr, [v in states for v in jaxpr.invars])
-        return [i for i, v in enumerate(jaxpr.outvars) if follows[i] and v not in states]
+        def operation(equation: core.JaxprEqn, ins: list[Any]) -> list[Any]:
+            pairs = zip(equation.outvars, bind(equation, ins), strict=True)
+            return [
+                retyped(given[v], array_type(v).sharding) if v in given else x for v, x in pairs
+            ]
+
+        values = evaluate(closed, jax.tree.leaves(operands), operation)
+        found = {name: placed_here(values[i]) for i, name in names.items()}
+        return jax.tree.unflatten(jax.tree.structure(out), values[count:]), found
+
+
+def _from_state(jaxpr: core.Jaxpr, states: int, leaves: int) -> dict[int, str]:
+    """Names of the first results of a program that depend on its first inputs, the state, without the state itself.
+
+    A name is the operation that computes the result, numbered in the order in which the program computes such results. Other
+    operations may differ from trace to trace, as where a number of a layer is converted.
+    """
+    own = jaxpr.invars[:states]
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "retyped" and equation.invars[0] in own:
+            own = [*own, *equation.outvars]
+    # The state itself is kept apart, as the solver has it.
+    follows = following(jaxpr, [v in own for v in jaxpr.invars])
+    results = enumerate(jaxpr.outvars[:leaves])
+    places = {v: i for i, v in results if follows[i] and v not in own}
+    computed = [(v, equation.primitive.name) for equation in jaxpr.eqns for v in equation.outvars]
+    named = enumerate((places[v], name) for v, name in computed if v in places)
+    return {i: f"{number} {name}" for number, (i, name) in named}

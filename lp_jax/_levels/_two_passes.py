@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from lp_jax._arrays._place import nowhere, placed_here, retyped
-from lp_jax._arrays._products import CALLS, array_type, bind, evaluate, through_calls, variables
+from lp_jax._arrays._jaxpr import CALLS, bind, dependents, evaluate, part, through_calls, variables
+from lp_jax._arrays._place import in_its_types, nowhere
 from lp_jax._arrays._types import PyTree
 
 
@@ -25,9 +25,8 @@ class TwoPasses:
         late: of each gradient, whether the second pass computes it. Others need the same operations as the cotangents.
     """
 
-    first: core.Jaxpr
-    second: core.Jaxpr
-    consts: Sequence[Any]
+    first: core.ClosedJaxpr
+    second: core.ClosedJaxpr
     cotangents: int
     late: tuple[bool, ...]
 
@@ -35,18 +34,13 @@ class TwoPasses:
         self, cotangents: PyTree, operands: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         """Return the cotangents, the gradients that are not late, and what is passed to `gradients`."""
-        out = self._run(self.first, (cotangents, operands))
+        out = in_its_types(self.first, jax.tree.leaves((cotangents, operands)), bind)
         n, early = self.cotangents, self.cotangents + self.late.count(False)
         return out[:n], out[n:early], out[early:]
 
     def gradients(self, given: PyTree, operands: PyTree) -> list[jax.Array]:
         """Return the late gradients. ``given`` has the values that `back` passed on, and the sources."""
-        return self._run(self.second, (given, operands))
-
-    def _run(self, part: core.Jaxpr, args: PyTree) -> list[jax.Array]:
-        """Evaluate a part. Values get the types of its trace, because JAX refuses to mix these with types of loops."""
-        values = map(retyped, jax.tree.leaves(args), [array_type(v).sharding for v in part.invars])
-        return list(map(placed_here, evaluate(part, self.consts, [*values], bind)))
+        return in_its_types(self.second, jax.tree.leaves((given, operands)), bind)
 
 
 def in_two_passes(
@@ -54,19 +48,14 @@ def in_two_passes(
 ) -> TwoPasses:
     """Cut a transposed step, ``transpose(lam, sources, operands)``, from the shapes of its arguments."""
     # Calls are inlined, so that their operations can go to either pass.
-    given, inline = (lam, sources, operands), through_calls(bind, CALLS - {"custom_jvp_call"})
-    arguments = jax.tree.map(lambda x: x.update(sharding=nowhere(x)), given)
+    inline = through_calls(bind, CALLS)
+    arguments = jax.tree.map(lambda x: x.update(sharding=nowhere(x)), (lam, sources, operands))
     calls = jax.make_jaxpr(transpose)(*arguments)
-    whole = jax.make_jaxpr(lambda *x: evaluate(calls.jaxpr, calls.consts, x, inline))(
-        *jax.tree.leaves(arguments)
-    )
+    whole = jax.make_jaxpr(lambda *x: evaluate(calls, x, inline))(*jax.tree.leaves(arguments))
     jaxpr, count = whole.jaxpr, len(jax.tree.leaves(lam))
     entering, gradients = jaxpr.invars[:count], jaxpr.outvars[count:]
     # `follows` are the values that depend on the cotangent of the state; `waited_for` those of them that its result needs.
-    follows = set(entering)
-    for eqn in jaxpr.eqns:
-        if not follows.isdisjoint(variables(eqn.invars)):
-            follows.update(eqn.outvars)
+    follows = dependents(jaxpr.eqns, entering)
     waited_for = [e for e in _needed(jaxpr.eqns, jaxpr.outvars[:count]) if _in(follows, e.outvars)]
     made = {*entering, *(v for eqn in waited_for for v in eqn.outvars)}
     # what is made of one value of the first pass is made there, too: it would be passed on in its place
@@ -76,17 +65,16 @@ def in_two_passes(
             near.update(eqn.outvars)
     late = tuple(not _in(near, [v]) for v in gradients)
     rest = [eqn for eqn in jaxpr.eqns if not _in(made, eqn.outvars)]
-    outs = [v for v, is_late in zip(gradients, late, strict=True) if is_late]
+    outs = [v for v in gradients if not _in(near, [v])]
     second = _needed(rest, outs)
     read = dict.fromkeys(v for eqn in second for v in variables(eqn.invars))
     # Values of the first pass that the second one reads.
     passed = [v for v in read if v in made]
-    early = [v for v, is_late in zip(gradients, late, strict=True) if not is_late]
+    early = [v for v in gradients if _in(near, [v])]
     results = [*jaxpr.outvars[:count], *early, *passed]
     return TwoPasses(
-        jaxpr.replace(eqns=_needed(jaxpr.eqns, results), outvars=results),
-        jaxpr.replace(invars=[*passed, *jaxpr.invars[count:]], eqns=second, outvars=outs),
-        whole.consts,
+        part(whole, eqns=_needed(jaxpr.eqns, results), outvars=results),
+        part(whole, invars=[*passed, *jaxpr.invars[count:]], eqns=second, outvars=outs),
         count,
         late,
     )

@@ -113,14 +113,14 @@ def solve_adjoint(
 
     if isinstance(guess, str):
         guess = _tree.zeros_like(_tree.repeat(y1_cotangent, fine.intervals))
-    elif guess is not None and chain.workers.padded:
-        number = chain.workers.start(fine.interval_span) + jnp.arange(
-            fine.intervals, dtype=jnp.int32
-        )
-        # Intervals that only pad come before the first step of the reversed chain, and pass the cotangent of y1 through
-        # unchanged. Any other guess for them would be measured as a residual or a change.
-        real = number < chain.workers.total(fine.interval_span)
-        guess = _tree.where_rows(real, guess, _tree.repeat(y1_cotangent, fine.intervals))
+    if guess is not None and chain.workers.padded:
+        # In the adjoint, padding comes before the first step of the chain, and passes the cotangent of y1 on unchanged.
+        # Another guess for it would count as a residual.
+        places = jnp.arange(fine.intervals, dtype=jnp.int32)
+        # `number` counts intervals over all workers.
+        number = chain.workers.start(fine.interval_span) + places
+        inside = number < chain.workers.total(fine.interval_span)
+        guess = _tree.where_rows(inside, guess, _tree.repeat(y1_cotangent, fine.intervals))
     # From here on `lam` holds the cotangents at the C-points, leaves (intervals, ...).
     lam, stats = iterate(solver, levels, guess)
     weights, combine = _tree.partition(fine.shared)
@@ -183,7 +183,7 @@ def transpose(
     def step(lam: State, x: tuple[PyTree, State, PyTree], shared: PyTree) -> State:
         operand, u, source = x
         if linearised is not None:
-            return linearised.transpose(u, operand, shared, source)(lam)[0]
+            return linearised.transpose(u, operand, shared, source, lam)[0]
         # The step may emit aux, so its vjp takes a pair: the cotangent of the next state and the source.
         return jax.vjp(lambda u: forward(u, operand, shared), u)[1]((lam, source))[0]
 
@@ -266,7 +266,7 @@ def emit_gradient(
         # Only the leaves that are differentiated enter the vjp; the others are constants of it.
         leaves, combine = _tree.partition(operand, chain.traced.differentiable)
         if linearised is not None:
-            lam_next, gradient, _ = linearised.transpose(u, operand, shared, more)(lam)
+            lam_next, gradient, _ = linearised.transpose(u, operand, shared, more, lam)
         else:
             back = jax.vjp(lambda u, leaves: forward(u, combine(leaves), shared), u, leaves)[1]
             lam_next, gradient = back((lam, more))

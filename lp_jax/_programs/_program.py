@@ -74,7 +74,7 @@ class Program:
             else jnp.where(result == DONE, self.done, result).astype(jnp.int32)
         )
 
-    def solve(self, arrays: Arrays) -> Output:
+    def __call__(self, arrays: Arrays) -> Output:
         """Solve by a scan that JAX differentiates, or by iterations whose gradient is an adjoint solve."""
         if self.scan:
             return self.canonical.propagate(arrays)
@@ -113,8 +113,6 @@ class Program:
         solve.defvjp(fwd, bwd, symbolic_zeros=True)
         return solve(arrays)
 
-    __call__ = solve
-
     def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
         """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
         if not self.scan:
@@ -127,7 +125,7 @@ class Program:
         def run(
             slices: Slices, y0: State, shared: PyTree
         ) -> tuple[tuple[State, list[jax.Array]], Output]:
-            out = self.solve(arrays._replace(slices=slices, y0=y0, shared=shared))
+            out = self(arrays._replace(slices=slices, y0=y0, shared=shared))
             return (out[0], _tree.partition(out[1])[0]), out
 
         (_, aux), pull, out = jax.vjp(run, *arrays[:3], has_aux=True)
@@ -140,10 +138,16 @@ class Program:
 
     def chain(self, slices: Slices, y0: State, shared: PyTree, *others: PyTree) -> Chain:
         """The chain of these layers, all of them or those of one worker. ``others`` are the other arrays of the solve."""
-        where, operands = self.workers, {"slices": slices, "y0": y0, "shared": shared}
         # On MPI ranks every message is made to depend on all arrays of the solve; other workers ignore them.
-        where = where.solving((slices, y0, shared, others))
-        return Chain(traced=self.traced, workers=where, padded=where.padded, **operands)
+        workers = self.workers.solving((slices, y0, shared, others))
+        return Chain(
+            traced=self.traced,
+            slices=slices,
+            shared=shared,
+            y0=y0,
+            workers=workers,
+            padded=workers.padded,
+        )
 
     def slots(self, slices: Slices) -> Slices:
         """Pad the layers that the caller passed to all slots."""
@@ -231,7 +235,7 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
 
         def advance(u: State, x: Slices, shared: PyTree) -> tuple[State, PyTree]:
             if keep_states:
-                u_next, aux, kept = linearised.evaluate(u, x, shared)
+                (u_next, aux), kept = linearised.evaluate(u, x, shared)
                 return u_next, (u, kept, aux)
             u_next, aux = layer(u, x, shared)
             return u_next, (None, None, aux)

@@ -91,7 +91,7 @@ class Relay:
                 if linearised is None:
                     u_next, out = self._step(u, x[0], shared)
                     return u_next, (None, out)
-                u_next, out, kept = linearised.evaluate(u, x[0], shared)
+                (u_next, out), kept = linearised.evaluate(u, x[0], shared)
                 return u_next, (Kept(u, kept), out)
 
             last, (kept, out) = self._along(step, u, stacked)
@@ -200,8 +200,8 @@ class Relay:
             lam: State, seen: AuxCotangents, operands: PyTree
         ) -> tuple[State, list[jax.Array]]:
             x, shared, kept = operands
-            pull = linearised.transpose(kept.states, x, shared, kept.linearisations)
-            lam, own, weights = pull(lam, seen)
+            arrays = kept.states, x, shared, kept.linearisations
+            lam, own, weights = linearised.transpose(*arrays, lam, seen)
             return lam, [*own, *weights]
 
         _, (x, seen), shared = self._first()

@@ -12,11 +12,11 @@ from jax import lax
 from jax.extend import core
 
 from lp_jax._arrays import _check, _tree
+from lp_jax._arrays._jaxpr import closes_over_tracers, exchanged_over
 from lp_jax._arrays._outer import has_few
 from lp_jax._arrays._place import NO_MESH, automatic
-from lp_jax._arrays._products import exchanged_over
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State, StepKey
-from lp_jax._choice._fastest import SWEEPS, Fastest, Layers, choose
+from lp_jax._choice._fastest import SWEEPS, Fastest, Layers, Pair, choose
 from lp_jax._choice._footprint import footprint
 from lp_jax._choice._processor import at_hand
 from lp_jax._comms._comm import OneDevice, Operands, common_unit
@@ -32,30 +32,30 @@ from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 
 
+def begin(
+    problem: _inputs.Network, solver: Solver | None, adjoint_solver: Solver | None
+) -> "Tracing":
+    """Place and trace a problem for these solvers; around a probe of a plan, for those of the probe."""
+    solver, adjoint_solver = asked.value.solvers or (solver, adjoint_solver)
+    solver = Fastest() if solver is None else solver
+    return Tracing(problem, _inputs.pair(solver, adjoint_solver))
+
+
 def prepare(
-    problem: _inputs.Network,
-    solver: Solver | None,
-    adjoint_solver: Solver | None,
-    guess: str | CPoints,
-    adjoint_guess: CPoints | None,
+    tracing: "Tracing", guess: str | CPoints, adjoint_guess: CPoints | None
 ) -> tuple[Program, Arrays]:
-    """Make the program and the arrays of a solve."""
-    # Around a probe of a plan all solvers are replaced, and a guess for others does not fit.
+    """Make the program and the arrays of a solve by the solvers of ``tracing``."""
+    # A guess for other solvers does not fit those of a probe.
     if asked.value.solvers is not None:
-        (solver, adjoint_solver), guess, adjoint_guess = asked.value.solvers, "constant", None
-    _inputs.solvers(solver, adjoint_solver, optional=True)
-    # `named` stays the solver that the caller asked for; `solver` becomes the one that is run.
-    solver = named = solver or Fastest()
-    piping = asked.value.piping
-    # A pipeline takes microbatches through the layers one after another, so the default is serial propagation there.
-    if named.chooses and piping is not None:
-        solver = adjoint_solver = Serial()
-    adjoint_solver = adjoint_solver or solver.for_adjoint()
-    tracing = Tracing(problem, (solver, adjoint_solver))
-    if solver.chooses:
-        # The default is chosen by the cost of the layer, which `Tracing` has traced.
-        (solver, adjoint_default), _ = tracing.default(named.rtol)
-        adjoint_solver = adjoint_default if adjoint_solver.chooses else adjoint_solver
+        guess, adjoint_guess = "constant", None
+    # `named` is the solver that the caller asked for, and `solver` the one that is run.
+    (named, adjoint_solver), piping = tracing.solvers, asked.value.piping
+    solver = named
+    if named.chooses:
+        # A pipeline takes microbatches through the layers one after another. Elsewhere the cost of the layer decides.
+        solver, adjoint = tracing.chosen[0] if piping is None else (Serial(), Serial())
+        if adjoint_solver.chooses or piping is not None:
+            adjoint_solver = adjoint
     program, arrays = tracing.program((solver, adjoint_solver))
     workers, start = program.workers, None
     layers, rows = workers.layers, workers.rows[0]
@@ -155,7 +155,7 @@ class Tracing:
         mask = jax.tree.map(_tree.inexact, self.slices)
         # Times that are not traced get no gradient; this spares their cotangents in every layer.
         self.differentiable = tuple(jax.tree.leaves(mask._replace(t=traced_times, dt=traced_times)))
-        self.problem, self.y0, self.shared = problem, y0, shared
+        self.problem, self.solvers, self.y0, self.shared = problem, solvers, y0, shared
         self.u, self.x = _tree.shape_of(lambda y: y, y0), _tree.entry_like(self.slices)
         self.closed_over: list[jax.Array] = []
         self.programs: list[core.Jaxpr] = []
@@ -172,8 +172,9 @@ class Tracing:
         self.terms = 0 if self.recurrent else processor.outer_terms
         self.footprint = footprint(self.programs[0], self.x, terms=self.terms)
 
-    def default(self, rtol: Any) -> tuple[tuple[Solver, Solver], float]:
-        """The solvers that `Fastest` stands for, and their seconds."""
+    @functools.cached_property
+    def chosen(self) -> tuple[Pair, float]:
+        """The solvers that the forward solver, a `Fastest`, stands for, and their seconds."""
         # Any solvers do: only the step as a program is wanted, to see what it couples.
         program, arrays = self.program(SWEEPS)
         workers, y, x = self.workers, self.y0, self.x
@@ -196,7 +197,8 @@ class Tracing:
             in_place=in_place,
             places=places(*layer) if workers.processor.kernel_step and workers.size == 1 else 0,
         )
-        return choose(at, rtol)
+        fastest: Any = self.solvers[0]
+        return choose(at, fastest.rtol)
 
     def program(self, solvers: Sequence[Solver]) -> tuple[Program, Arrays]:
         """The program of these solvers, and its arrays. A step is traced once per level and kind of state."""
@@ -236,8 +238,11 @@ class Tracing:
         """The layer on each level, and other steps by themselves."""
         for which, table in self._table.items():
             hoisted = ((of, program) for of, (_, program) in table.items() if program is not None)
-            step = next(iter(table.values()))[0]
-            yield which, dataclasses.replace(step, terms=terms, hoisted=tuple(hoisted))
+            steps = [step for step, _ in table.values()]
+            # For another shape of the state the step may call other functions.
+            retraced = any(step.retraced for step in steps)
+            own = dataclasses.replace(steps[0], terms=terms, hoisted=tuple(hoisted))
+            yield which, dataclasses.replace(own, retraced=retraced)
 
     def _add(self, which: StepKey, u: State) -> None:
         """Trace a step for a state, unless that was done."""
@@ -282,7 +287,7 @@ class Tracing:
         _inputs.step_output(out, u, problem.has_aux)
         step = dataclasses.replace(step, structure=jax.tree.structure(out), home=home)
         # Without tracers the step can be called as it is, and JAX's caches serve later solves with it.
-        if not explicit and not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
+        if not explicit and not closes_over_tracers(closed):
             return dataclasses.replace(step, retraced=needs_its_trace(closed, u, x, shared)), None
         positions = []
         for constant in closed.consts:

@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.extend import core
 
-from lp_jax._arrays._products import (
-    CALLS,
+from lp_jax._arrays._jaxpr import (
+    INLINED,
     array_type,
+    axes_of,
     called,
     follow,
-    inside,
     is_product,
+    is_scan,
     scan_parts,
+    settled,
 )
 from lp_jax._arrays._types import PyTree, State
 
@@ -22,6 +24,9 @@ Linear = Callable[[State], State]
 
 Property = bool | tuple[int, ...] | str | None
 """Property of an array in a program: axes of examples, `COUPLED` or `UNKNOWN`; or whether it is computed in place."""
+
+Rule = Callable[[core.JaxprEqn, list[Property]], Property]
+"""Property of an equation's results from those of its operands."""
 
 _ONE_BY_ONE = """retyped mul div neg add sub add_any
     convert_element_type select_n copy reduce_precision""".split()  # noqa: SIM905
@@ -33,8 +38,7 @@ def acts_in_place(linear: Linear, state: State) -> bool:
     def rule(equation: core.JaxprEqn, inputs: list[Property]) -> Property:
         return equation.primitive.name in _ONE_BY_ONE and False not in inputs
 
-    program = jax.make_jaxpr(linear)(state).jaxpr
-    return all(_follow(program, [True] * len(program.invars), rule))
+    return all(_through(linear, [(state, True)], rule))
 
 
 def shares_weights(step: Callable[..., State], y: State, x: PyTree, shared: PyTree) -> bool:
@@ -49,10 +53,8 @@ def shares_weights(step: Callable[..., State], y: State, x: PyTree, shared: PyTr
         found.append((numbers or is_product(equation)) and None in inputs)
         return True
 
-    program = jax.make_jaxpr(step)(y, x, shared).jaxpr
-    varying = len(jax.tree.leaves((y, x)))
     # None marks what depends neither on the state nor on the layer, so a product of both kinds multiplies by shared weights.
-    _follow(program, [True] * varying + [None] * (len(program.invars) - varying), rule)
+    _through(step, [(y, True), (x, True), (shared, None)], rule)
     return any(found)
 
 
@@ -70,7 +72,9 @@ def couplings(step: Callable[..., State], y: State, x: PyTree, shared: PyTree) -
     try:
         axes = example_axes(linear, (y, x, shared), y, 1) if len(leading) == 1 else [None]
         in_place = len(shapes) == 1 and acts_in_place(lambda v: linear(y, x, shared, v), y)
-    except Exception:  # a step that has no derivative in forward mode
+    # JAX raises these for a step without a derivative in forward mode: callbacks and foreign calls, operations without a rule,
+    # and rules that return something else than a tangent.
+    except (ValueError, NotImplementedError, TypeError):
         return 0, 0
     return leading.pop() if all(each == (0,) for each in axes) else 0, in_place * len(
         jax.tree.leaves(y)
@@ -85,53 +89,44 @@ def example_axes(
     It returns the axes of each leaf; `COUPLED` if it combines numbers along them, `UNKNOWN` where the program does not show it,
     None if it does not depend on the state.
     """
-    program = jax.make_jaxpr(linear)(*fixed, state).jaxpr
-    of_state = len(jax.tree.leaves(state))
-    first = tuple(range(axes))
-    inputs: list[Property] = [*[None] * (len(program.invars) - of_state), *[first] * of_state]
     # if there is one axis of examples, it may also be the slow part of a longer axis
     number = jax.tree.leaves(state)[0].shape[0] if axes == 1 else None
-    return _follow(program, inputs, functools.partial(_examples, number))
+    operands = *((x, None) for x in fixed), (state, tuple(range(axes)))
+    return _through(linear, operands, functools.partial(_examples, number))
 
 
-def _follow(
-    jaxpr: core.Jaxpr,
-    inputs: Sequence[Property],
-    rule: Callable[[core.JaxprEqn, list[Property]], Property],
+def _through(
+    function: Callable[..., PyTree], operands: Sequence[tuple[PyTree, Property]], rule: Rule
 ) -> list[Property]:
+    """Propagate properties of operands through a function, to the leaves of its result."""
+    program = jax.make_jaxpr(function)(*(x for x, _ in operands)).jaxpr
+    return _follow(program, [p for x, p in operands for _ in jax.tree.leaves(x)], rule)
+
+
+def _follow(jaxpr: core.Jaxpr, inputs: Sequence[Property], rule: Rule) -> list[Property]:
     """Propagate a property through a program, from its inputs to its results.
 
     ``rule(equation, properties)`` gives the property of an equation's results from those of its operands. Numbers that
     depend on no input have the property None.
     """
+    through = functools.partial(_follow, rule=rule)
 
     def operation(equation: core.JaxprEqn, operands: list[Property]) -> list[Property]:
         # What does not depend on the state has no property to propagate.
         if all(x is None for x in operands):
             return [None] * len(equation.outvars)
-        if equation.primitive.name in CALLS:
-            return _follow(called(equation)[0], operands, rule)
-        if equation.primitive.name == "scan":
-            return _follow_scan(equation, operands, rule)
+        if equation.primitive.name in INLINED:
+            return through(called(equation)[0], operands)
+        if is_scan(equation):
+            *_, start, carries = scan_parts(equation)
+            end = start + carries
+            # The body of a scan sees one entry of the scanned arrays, so their axes move by one.
+            operands = [*operands[:end], *(_shifted(x, -1) for x in operands[end:])]
+            results = settled(equation, operands, through, _both)
+            return [*results[:carries], *(_shifted(x, 1) for x in results[carries:])]
         return [rule(equation, operands)] * len(equation.outvars)
 
     return follow(jaxpr, inputs, operation, None)
-
-
-def _follow_scan(
-    equation: core.JaxprEqn, operands: list[Property], rule: Callable[..., Property]
-) -> list[Property]:
-    """`_follow` through the body of a scan until its carry has the same properties before and after."""
-    (body,), (consts, carries) = inside(equation), scan_parts(equation)
-    start, end = consts, consts + carries
-    # The body of a scan sees one entry of the scanned arrays, so their axes move by one.
-    operands = [*operands[:end], *(_shifted(x, -1) for x in operands[end:])]
-    while True:
-        results = _follow(body, operands, rule)
-        carry = list(map(_both, operands[start:end], results))
-        if carry == operands[start:end]:
-            return [*results[:carries], *(_shifted(x, 1) for x in results[carries:])]
-        operands[start:end] = carry
 
 
 def _shifted(x: Property, by: int) -> Property:
@@ -160,24 +155,23 @@ def _examples(number: int | None, equation: core.JaxprEqn, inputs: list[Property
     axes, *others = {x for x in inputs if x is not None}
     if others or not isinstance(axes, tuple):
         return UNKNOWN
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
     if name in _ONE_BY_ONE:
         return axes
     if is_product(equation):
         return _of_product(equation, inputs, axes)
     x, out = array_type(equation.invars[0]).shape, array_type(equation.outvars[0]).shape
-    if name == "reduce_sum":
-        if any(i in axes and x[i] > 1 for i in params["axes"]):
-            return COUPLED
-        return _reorder(axes, [i for i in range(len(x)) if i not in params["axes"]])
-    if name.startswith("cum") or name == "rev":
-        along = params["dimensions"] if name == "rev" else (params["axis"],)
+    summed = name == "reduce_sum"
+    if summed or name.startswith("cum") or name == "rev":
+        along = axes_of(equation)
         # Along an axis of length 1 nothing can be combined.
-        return COUPLED if any(i in axes and x[i] > 1 for i in along) else axes
+        if any(i in axes and x[i] > 1 for i in along):
+            return COUPLED
+        return _reorder(axes, [i for i in range(len(x)) if not (summed and i in along)])
     if name == "transpose":
-        return _reorder(axes, params["permutation"])
+        return _reorder(axes, axes_of(equation))
     if name == "broadcast_in_dim":
-        return tuple(params["broadcast_dimensions"][i] for i in axes)
+        return tuple(axes_of(equation)[i] for i in axes)
     if name in ("reshape", "squeeze"):
         # An axis survives a reshape if equally many entries lie before it, and if it keeps its length. With one axis of examples
         # it may also become the slow part of a merged axis.
@@ -196,7 +190,7 @@ def _examples(number: int | None, equation: core.JaxprEqn, inputs: list[Property
 
 def _of_product(equation: core.JaxprEqn, inputs: list[Property], axes: tuple[int, ...]) -> Property:
     """`_examples` of a product."""
-    contracted, batched = equation.params["dimension_numbers"]
+    contracted, batched = axes_of(equation)
     # One operand depends on the state, the other one does not.
     side = 0 if inputs[0] is not None else 1
     here, shape = set(axes), array_type(equation.invars[side]).shape
@@ -205,8 +199,11 @@ def _of_product(equation: core.JaxprEqn, inputs: list[Property], axes: tuple[int
     free = [i for i in range(len(shape)) if i not in (*contracted[side], *batched[side])]
     # A dot_general has its batch axes first, then the free axes of the left operand, then those of the right one.
     start = array_type(equation.invars[0]).ndim - len(contracted[0]) if side else len(batched[0])
+    # A contracted axis of length 1, that of a single example, has no place in the result.
     return tuple(
-        batched[side].index(i) if i in batched[side] else start + free.index(i) for i in axes
+        batched[side].index(i) if i in batched[side] else start + free.index(i)
+        for i in axes
+        if i not in contracted[side]
     )
 
 

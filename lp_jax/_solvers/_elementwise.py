@@ -17,12 +17,14 @@ from jax.extend import core
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._check import register
-from lp_jax._arrays._products import (
-    CALLS,
+from lp_jax._arrays._jaxpr import (
+    INLINED,
     array_type,
     bind,
+    dependents,
     evaluate,
     live,
+    part,
     through_calls,
     variables,
 )
@@ -37,11 +39,8 @@ _BY_ITSELF = """abs add add_any and ceil clamp convert_element_type cos cosh div
     floor ge gt integer_pow le log log1p logistic lt max min mul ne neg not
     one_minus_square or pow rsqrt select_n sign sin sinh sqrt square sub tan
     tanh xor""".split()  # noqa: SIM905
-# numbers of a block, one for each thread; steps whose operands are loaded together
-_BLOCK, _UNROLL = (
-    32,
-    8,
-)
+_BLOCK = 32  # numbers, one for each thread
+_UNROLL = 8  # steps whose operands are loaded together
 # Operations of the steps whose operands are loaded together; longer programs take long to compile.
 _MOST = 1024
 INTERPRET = False  # run it on any device, for tests
@@ -51,7 +50,7 @@ _LONG, _INTERVALS = 4096, 128  # steps from which intervals gain; most of them
 
 def split(
     step: SliceStep, u: State, x: PyTree, shared: PyTree
-) -> tuple[core.Jaxpr, core.Jaxpr, int, list[Any]] | str:
+) -> tuple[core.ClosedJaxpr, core.ClosedJaxpr, int, list[Any]] | str:
     """Split a step's program in two.
 
     Returns:
@@ -65,20 +64,21 @@ def split(
     ):
         return "leaves of several shapes, or that are not real"
     closed, inputs = jax.make_jaxpr(step)(u, x, shared), jax.tree.leaves((u, x, shared))
-    inline = through_calls(_with_broadcasts, CALLS)
+    inline = through_calls(_with_broadcasts, INLINED)
     # a trace of its evaluation has neither calls nor rules of derivatives
-    whole = jax.make_jaxpr(lambda args, consts: evaluate(closed.jaxpr, consts, args, inline))(
+    whole = jax.make_jaxpr(lambda args, consts: evaluate(closed, args, inline, consts))(
         inputs, closed.consts
-    ).jaxpr
-    n, sizes = len(leaves), (1, leaves[0].size)
-    # `moving` values depend on the state, `varying` ones differ from step to step but do not depend on it.
-    moving, varying = set(whole.invars[:n]), set(whole.invars[n : n + of_x])
+    )
+    n, sizes, arguments = len(leaves), (1, leaves[0].size), whole.jaxpr.invars
+    equations = live(whole.jaxpr).eqns
+    # `moving` values depend on the state, `varying` ones on what differs from step to step.
+    moving = dependents(equations, arguments[:n])
+    varying = dependents(equations, arguments[n : n + of_x])
     early, late, single = [], [], {}
-    for equation in live(whole).eqns:
-        name, operands = equation.primitive.name, dict.fromkeys(variables(equation.invars))
-        if not moving & operands.keys():
+    for equation in equations:
+        name, operands = equation.primitive.name, variables(equation.invars)
+        if moving.isdisjoint(operands):
             early.append(equation)
-            varying.update(equation.outvars if varying & operands.keys() else ())
             if name == "broadcast_in_dim" and all(array_type(v).size == 1 for v in operands):
                 single[equation.outvars[0]] = equation  # stays one number
             continue
@@ -88,14 +88,13 @@ def split(
             return f"{name} of numbers that depend on the state"
         # A broadcast of one number is done within the kernel, where it costs no memory traffic.
         late += [*(single.pop(v) for v in operands if v in single), equation]
-        moving.update(equation.outvars)
-    known = {*whole.invars[:n], *(v for equation in late for v in equation.outvars)}
-    used = variables([*(v for equation in late for v in equation.invars), *whole.outvars])
+    known = moving.union(*(equation.outvars for equation in late))
+    used = variables([*(v for equation in late for v in equation.invars), *whole.jaxpr.outvars])
     needed = sorted(
         dict.fromkeys(v for v in used if v not in known), key=lambda v: v not in varying
     )
-    first = whole.replace(invars=whole.invars[n:], outvars=needed, eqns=early)
-    rest = whole.replace(invars=[*whole.invars[:n], *needed], eqns=late)
+    first = part(whole, invars=arguments[n:], eqns=early, outvars=needed)
+    rest = part(whole, invars=[*arguments[:n], *needed], eqns=late)
     return first, rest, len(varying.intersection(needed)), closed.consts
 
 
@@ -107,10 +106,10 @@ def _with_broadcasts(equation: core.JaxprEqn, operands: list[Any]) -> Sequence[A
     return bind(equation, operands)
 
 
-def _evaluate(rest: core.Jaxpr, operands: Sequence[jax.Array], block: int) -> list[jax.Array]:
+def _evaluate(rest: core.ClosedJaxpr, operands: Sequence[jax.Array], block: int) -> list[jax.Array]:
     """The state after a step at a block of places, in single precision at least. Operands are blocks, or single numbers."""
 
-    def operation(equation: core.JaxprEqn, operands: Sequence[Any]) -> list[jax.Array]:
+    def operation(equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[jax.Array]:
         values = [
             jnp.asarray(x, _wide(array_type(v)))
             for x, v in zip(operands, equation.invars, strict=True)
@@ -121,9 +120,9 @@ def _evaluate(rest: core.Jaxpr, operands: Sequence[jax.Array], block: int) -> li
             values = [jnp.broadcast_to(x, (block,)) for x in values]
         if equation.primitive.name == "convert_element_type":
             return [values[0].astype(_wide(array_type(equation.outvars[0])))]
-        return [equation.primitive.bind(*values, **equation.params)]
+        return bind(equation, values)
 
-    results = zip(evaluate(rest, (), operands, operation), rest.outvars, strict=True)
+    results = zip(evaluate(rest, operands, operation), rest.jaxpr.outvars, strict=True)
     return [jnp.broadcast_to(jnp.asarray(x, _wide(array_type(v))), (block,)) for x, v in results]
 
 
@@ -158,33 +157,23 @@ def march(
     parts = split(step, u, x, shared)
     assert not isinstance(parts, str)
     first, rest, number, consts = parts
-    n, places, intervals, steps = (
-        len(leaves),
-        leaves[0][0].size,
-        _tree.leading(starts),
-        _tree.leading(xs),
-    )
+    n, places, intervals = len(leaves), leaves[0][0].size, _tree.leading(starts)
+    steps = _tree.leading(xs)
     length = steps // intervals
-    # A block must divide the places. Fewer steps are unrolled if the step has many operations.
-    block, unroll = (
-        math.gcd(places, _BLOCK),
-        max(1, min(_UNROLL, length, _MOST // max(1, len(rest.eqns)))),
-    )
+    block = math.gcd(places, _BLOCK)  # it must divide the places
+    # Fewer steps are unrolled if the step has many operations.
+    unroll = max(1, min(_UNROLL, length, _MOST // max(1, len(rest.eqns))))
 
     def early(x: PyTree) -> list[jax.Array]:
-        return core.jaxpr_as_fun(core.ClosedJaxpr(first, []))(
-            *jax.tree.leaves((x, shared)), *consts
-        )
+        return core.jaxpr_as_fun(first)(*jax.tree.leaves((x, shared)), *consts)
 
     def spec(x: jax.Array, rows: int, follows: int = 1) -> Any:
         return pallas.BlockSpec((rows, block)[: x.ndim], lambda c, p: (c * follows, p)[: x.ndim])
 
     def kernel(*refs: Any) -> None:
-        rows, common, out = (
-            refs[n : n + number],
-            [ref[0] for ref in refs[n + number : -n]],
-            refs[-n:],
-        )
+        rows = refs[n : n + number]
+        common = [ref[0] for ref in refs[n + number : -n]]
+        out = refs[-n:]
 
         # Operands of the next steps are loaded before those of this turn are used, so that the loads are under way meanwhile.
         def load(i: jax.Array) -> list[jax.Array]:
@@ -204,13 +193,11 @@ def march(
                     ref[0 if ends else length - 1 - i if reverse else i] = x.astype(ref.dtype)
             return state, coming
 
-        start = (
-            [ref[0].astype(_wide(ref)) for ref in refs[:n]],
-            [load(jnp.int32(j)) for j in range(unroll)],
-        )
+        state = [ref[0].astype(_wide(ref)) for ref in refs[:n]]
+        carry = state, [load(jnp.int32(j)) for j in range(unroll)]
         whole = jnp.int32(length // unroll)
         # The steps that are left over are a shorter turn.
-        turn(whole, _tree.fori_loop(jnp.int32(0), whole, turn, start), length % unroll)
+        turn(whole, _tree.fori_loop(jnp.int32(0), whole, turn, carry), length % unroll)
 
     def flat(x: jax.Array, rows: int) -> jax.Array:
         return x.reshape((rows, places)[: 1 + (x.size > rows)])
@@ -373,9 +360,8 @@ class Elementwise(AllStates):
         if chain.workers.size > 1 or chain.padded or jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
                 "Elementwise() is one kernel: for one device, outside of shard_map and without "
-                "padding; got "
-                f"{chain.workers.size} worker(s), padded={chain.padded}. Leave solver out: the "
-                f"default takes another."
+                f"padding; got {chain.workers.size} worker(s), padded={chain.padded}. Leave "
+                "solver out: the default takes another."
             )
         return (chain.finest(1, at_once=chain.at_once(math.inf)),)
 
@@ -386,8 +372,7 @@ class Elementwise(AllStates):
         if why := _refusal(level.origin or level.step, level.y0, own, level.shared):
             raise TypeError(
                 f"Elementwise() takes steps that act on each number of the state by itself; this "
-                f"one has {why}. Take "
-                "lp_jax.Serial() or lp_jax.Newton(), or leave solver out."
+                f"one has {why}. Take lp_jax.Serial() or lp_jax.Newton(), or leave solver out."
             )
 
         def step(u: State, x: PyTree, shared: PyTree) -> State:

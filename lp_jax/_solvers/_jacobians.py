@@ -12,7 +12,7 @@ from jax.sharding import reshard
 from jax.typing import DTypeLike
 
 from lp_jax._arrays import _tree
-from lp_jax._arrays._products import walk
+from lp_jax._arrays._jaxpr import has_rule, walk
 from lp_jax._arrays._types import PyTree, State
 from lp_jax._solvers._coupling import COUPLED, UNKNOWN, acts_in_place, example_axes
 
@@ -93,7 +93,7 @@ class Whole(Jacobians):
         leaves, begin = [], 0
         for shape, dtype in zip(self._shapes, self._dtypes, strict=True):
             size = math.prod(shape[self._axes :])
-            leaves.append(vector[..., begin : begin + size].reshape(shape).astype(dtype))
+            leaves.append(_cast(vector[..., begin : begin + size].reshape(shape), dtype))
             begin += size
         return jax.tree.unflatten(self._structure, leaves)
 
@@ -123,17 +123,17 @@ class Whole(Jacobians):
             raise ValueError(
                 f"Newton(batch_axes={self._axes}) takes a Jacobian for each example, and the step "
                 f"combines entries along the first axes of a state with leaves of shapes "
-                f"{self._shapes}, as a normalisation over the batch does. Say "
-                "batch_axes=0, for one Jacobian of the whole state, or take another solver. Inside "
-                "jax.vmap a state has no axis of examples."
+                f"{self._shapes}, as a normalisation over the batch does. Say batch_axes=0, for "
+                "one Jacobian of the whole state, or take another solver. Inside jax.vmap a state "
+                "has no axis of examples."
             )
         if UNKNOWN in found and self._refuses_unknown:
             raise ValueError(
                 f"Newton(batch_axes={self._axes}) solves an adjoint system in one iteration if the "
-                f"step treats entries along "
-                "the first axes of its state independently, and the step's program does not show "
-                "whether it does. Set a tolerance, rtol=1e-3, with which the solution is measured; "
-                "or say batch_axes=0, for one Jacobian of the whole state."
+                "step treats entries along the first axes of its state independently, and the "
+                "step's program does not show whether it does. Set a tolerance, rtol=1e-3, with "
+                "which the solution is measured; or say batch_axes=0, for one Jacobian of the "
+                "whole state."
             )
         return self.part(v_next), derivative, -2 if transposed else -1
 
@@ -236,6 +236,11 @@ def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyT
     return jax.tree.unflatten(structure, [places.get(i) in kinds for i in range(len(leaves))])
 
 
+def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return a part of a joined vector in the dtype of its leaf. The vector is complex if one of its leaves is."""
+    return (x if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.real(x)).astype(dtype)
+
+
 class Blocks(Jacobians):
     """Block-diagonal Jacobians ``(k, k, *batch, *place)`` for k leaves of equal shape, as states ``(k, *batch, *place)``.
 
@@ -282,7 +287,7 @@ class Blocks(Jacobians):
                 )
             )
         return jax.tree.unflatten(
-            self._structure, [parts[i].astype(x.dtype) for i, x in enumerate(self._like)]
+            self._structure, [_cast(parts[i], x.dtype) for i, x in enumerate(self._like)]
         )
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
@@ -341,8 +346,8 @@ def _linearise(function: StateStep, u: State, *, transposed: bool) -> tuple[Stat
 
 def _only_backward(step: StateStep, u: State) -> bool:
     """Whether a part of the step has only a pullback as derivative (`jax.custom_vjp`)."""
-    equations = walk(jax.make_jaxpr(step)(u).jaxpr.eqns)
-    return any(equation.primitive.name.startswith("custom_vjp") for equation in equations)
+    equations = walk(jax.make_jaxpr(step)(u).eqns)
+    return any(has_rule(equation, "vjp") for equation in equations)
 
 
 _AT_ONCE = 32  # evaluations; all at once would take the memory of a full Jacobian

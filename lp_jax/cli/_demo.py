@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
@@ -18,9 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lp_jax import MeshComm, Picard, Serial, Solver, data, nn, planning, train
+from lp_jax import MeshComm, Picard, Solver, data, nn, planning, train
 from lp_jax._arrays._types import PyTree
 from lp_jax.cli._menu import Parser, positive
+from lp_jax.cli._network import EXACT, WIDTH, network
 from lp_jax.train._types import Batch, Loss, LossFn
 from lp_jax.viz._style import GREY, figure, line_style, styled
 
@@ -39,10 +39,9 @@ depth is what limits a network of many small layers and a small batch.
   layer-parallel  Picard(sweeps=3), adjoint Picard(sweeps=2): every device evaluates all of its
                   layers at once; rough: 1 and 1
 """
-WIDTH, BATCH = 8, 8
+BATCH = 8
 _MOST_WORKERS = 8
 
-EXACT = Serial(), Serial()
 SWEEPS = Picard(sweeps=3), Picard(sweeps=2)
 
 
@@ -86,26 +85,6 @@ class Run(NamedTuple):
     errors: list[float]  # of the first and the last gradient; none for exact ones
 
 
-def network(
-    layers: int,
-    seed: int = 0,
-    solvers: tuple[Solver, Solver] = EXACT,
-    comm: MeshComm | None = None,
-) -> nn.Classifier:
-    """Return the network that is trained: dense residual layers between two dense ones."""
-    rngs = nnx.Rngs(seed)
-    opening = nn.DenseOpening((8, 8, 1), WIDTH, rngs=rngs)
-    trunk = nn.LayerParallel(
-        lambda rngs: nn.DenseResidual(WIDTH, rngs=rngs),
-        layers,
-        rngs=rngs,
-        solver=solvers[0],
-        adjoint_solver=solvers[1],
-        comm=comm,
-    )
-    return nn.Classifier(opening, trunk, nn.DenseClosing((WIDTH,), 10, rngs=rngs))
-
-
 def copied(model: nn.Classifier, comm: MeshComm) -> tuple[LossFn, PyTree]:
     """Return the loss as the mean over copies of the network, each with its share of the batch; and the parameters."""
     loss_fn, params = train.classification(model)
@@ -144,8 +123,10 @@ def run_one(task: Task, way: Way) -> Run:
         return data.batches(task.dataset, BATCH, seed=task.seed, epoch=epoch)
 
     def loss(model: nn.Classifier) -> tuple[LossFn, PyTree]:
-        copies = task.comm if way.copies else None
-        return train.classification(model) if copies is None else copied(model, copies)
+        # Copies of the network are trained on several devices only, where the task has a comm.
+        if way.copies and task.comm:
+            return copied(model, task.comm)
+        return train.classification(model)
 
     def tests(model: nn.Classifier) -> list[train.Every]:
         """Return the measurement of the test set's accuracy after each epoch, exactly and on one device."""

@@ -8,11 +8,18 @@ import jax
 
 from lp_jax.cli._menu import Parser
 
-_EXTRAS = {"flax": "nn", "optax": "train", "orbax-checkpoint": "train"}
-_EXTRAS |= {"mpi4jax": "mpi", "mpi4py": "mpi"}
+# The extra of lp_jax that installs a package.
+_EXTRAS = {
+    "flax": "nn",
+    "optax": "train",
+    "orbax-checkpoint": "train",
+    "mpi4jax": "mpi",
+    "mpi4py": "mpi",
+}
 
 
 def run(args: Sequence[str]) -> None:
+    """Print versions, devices and the MPI library."""
     about = "Show versions, devices and MPI."
     Parser("lp-jax info", about, [("lp-jax info", "what a report of an error needs")]).parse_args(
         args

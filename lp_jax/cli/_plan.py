@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from flax import nnx
-from jax.sharding import AxisType
 
-from lp_jax import MeshComm, data, nn, planning, train
+from lp_jax import data, planning, train
 from lp_jax.cli._menu import Parser, positive
+from lp_jax.cli._network import network
 
 
 def run(problem: str, args: Sequence[str]) -> None:
@@ -21,7 +20,7 @@ def run(problem: str, args: Sequence[str]) -> None:
     parser.add("error", float, 1e-2, "Largest relative error of the gradient.", metavar="X")
     parser.add("out", Path, None, "Folder for plan.png.", metavar="FOLDER")
     options = parser.parse_args(args)
-    if problem == "digits" and options.workers > options.layers:
+    if options.workers > options.layers:
         parser.error(
             f"--workers must be from 1 to the {options.layers} layers; got {options.workers}."
         )
@@ -76,23 +75,17 @@ def _digits_parser(name: str) -> Parser:
 
 def _digits(options: argparse.Namespace) -> planning.Plan:
     workers = options.workers
-    dataset = data.digits()
-    width, rngs = options.width, nnx.Rngs(0)
-    opening = nn.DenseOpening(dataset.shape, width, rngs=rngs)
-    make = lambda rngs: nn.DenseResidual(width, rngs=rngs)  # noqa: E731
-    trunk = nn.LayerParallel(make, options.layers, t1=options.t1, rngs=rngs)
-    model = nn.Classifier(opening, trunk, nn.DenseClosing((width,), dataset.classes, rngs=rngs))
+    model = network(options.layers, width=options.width, t1=options.t1)
     machine, comm = None, None
     if options.machine is not None:
         machine = planning.Machine.load(options.machine)
     # Messages can be measured only if the devices are here; otherwise the plan takes their times as zero.
     elif jax.device_count() >= workers > 1:
-        devices = jax.devices()[:workers]
-        comm = MeshComm(jax.make_mesh((workers,), ("layers",), (AxisType.Auto,), devices=devices))
+        comm = jax.make_mesh((workers,), ("layers",), devices=jax.devices()[:workers])
     plan = train.plan(
         model,
         train.classification(model)[1],
-        next(data.batches(dataset, options.batch_size, seed=0, epoch=0)),
+        next(data.batches(data.digits(), options.batch_size, seed=0, epoch=0)),
         workers=workers,
         machine=machine,
         comm=comm,

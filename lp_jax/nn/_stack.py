@@ -13,7 +13,7 @@ from jax.extend import core
 
 from lp_jax import Comm, Layer, Solver, _parallel, _pipeline
 from lp_jax._arrays import _check
-from lp_jax._arrays._products import called, follow
+from lp_jax._arrays._jaxpr import called, follow
 from lp_jax._arrays._types import PyTree, State
 from lp_jax._comms._comm import OneDevice
 
@@ -70,17 +70,15 @@ def _call(
     except TypeError:
         raise TypeError(
             f"{name}.__call__{signature} is called with (y, t, dt), the state, the time and its "
-            f"step. A layer without time may "
-            "ignore both, with t1 = the number of layers; or stack it by nnx.vmap, apply it with "
-            "nnx.scan and wrap the function in lp_jax.nn.parallel."
+            "step. A layer without time may ignore both, with t1 = the number of layers; or stack "
+            "it by nnx.vmap, apply it with nnx.scan and wrap the function in lp_jax.nn.parallel."
         ) from None
     # data are the layers' keys
     if data is not None and "data" not in keywords and "key" in keywords:
         if key is not None:
             raise ValueError(
                 f"data and key were both given, but {name}.__call__ has no keyword `data`, so both "
-                f"would be its `key`. Leave "
-                "one out, or let it accept `data`."
+                "would be its `key`. Leave one out, or let it accept `data`."
             )
         data, key = None, data
     arguments = {"data": data, "key": key, "shared": shared}
@@ -148,8 +146,8 @@ def stack(
         if other := next((g for g in graphdefs if g != graphdefs[0]), None):
             raise ValueError(
                 "blocks that are stacked may differ in the numbers of their arrays only; got other "
-                "trees, or other functions in "
-                f"them, such as initializers: {graphdefs[0]} and {other}."
+                f"trees, or other functions in them, such as initializers: {graphdefs[0]} and "
+                f"{other}."
             )
         return _merged(graphdefs[0], jax.tree.map(lambda *x: jnp.stack(x), *states))
     graphdef, params = nnx.split(stacked_module(make_module, num_layers, rngs, holds=nnx.Param))
@@ -230,8 +228,7 @@ def _state_refused(module: nnx.Module, others: Sequence[tuple[PyTree, object]]) 
         nnx.BatchStat: "use nn.LayerParallel without a spline, which carries running statistics, "
         "or nnx.LayerNorm",
         nnx.RngState: "build nnx.Dropout(rate) without rngs, let __call__ accept a keyword `key`, "
-        "and pass "
-        "data=jax.random.split(key, num_layers)",
+        "and pass data=jax.random.split(key, num_layers)",
     }
     advice = [
         text
@@ -338,6 +335,5 @@ def pipeline(f: Callable[..., PyTree], *args: Any, **options: Any) -> Callable[.
 def _kept(eqn: core.JaxprEqn, ins: list[Any]) -> list[Any]:
     """Return what an operation returns: a transformation of NNX returns the inputs of a module that it leaves alone."""
     programs = called(eqn)
-    if not programs or eqn.primitive.name == "cond":
-        return eqn.outvars
-    return follow(programs[0], ins, _kept, None)
+    # The branches of a switch may return different inputs.
+    return follow(programs[0], ins, _kept, None) if len(programs) == 1 else eqn.outvars

@@ -1,6 +1,7 @@
 """Times of a network's own layers on the machine at hand, and of messages between workers, in seconds."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -77,9 +78,10 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
                 seconds / parts for seconds in _measure.sweep(_first(problem, parts * size), size)
             ]
     if not sweeps:
-        ratios = np.divide(guess.forward[1:], guess.forward[0]).tolist()
+        # Batches keep the ratios to a single layer that the estimate has.
         sweeps = {
-            size: [x * r for x in single] for size, r in zip(guess.at_once[1:], ratios, strict=True)
+            size: [x * seconds / guess.forward[0] for x in single]
+            for size, seconds in zip(guess.at_once[1:], guess.forward[1:], strict=True)
         }
     rows = dict(sorted({1: single, **sweeps}.items()))
     times: dict[str, Any] = dict(
@@ -96,16 +98,13 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
     iterations: list[float] = []
     if newton and deadline.allows("Newton's method"):
         solver = Newton(iterations=ITERATIONS, batch_axes=1)
-        last = 1
         slow = problem.layers * (forward + backward)
-        for size in rows:
-            if not iterations:
-                iterations.append(_measure.iteration(_first(problem, 2), solver) / 2)
-            elif iterations[-1] <= slow and deadline.allows("longer runs of Newton's method"):
+        iterations = [_measure.iteration(_first(problem, 2), solver) / 2]
+        for fewer, size in itertools.pairwise(rows):
+            if iterations[-1] <= slow and deadline.allows("longer runs of Newton's method"):
                 iterations.append(_measure.iteration(_first(problem, size), solver))
             else:  # slower than serial propagation through all layers, or time is over
-                iterations.append(iterations[-1] * size / last)
-            last = size
+                iterations.append(iterations[-1] * size / fewer)
     return dataclasses.replace(
         guess, at_once=tuple(rows), **times, newton=tuple(iterations) or None, overhead=overhead
     )
@@ -121,17 +120,12 @@ def _first(problem: Problem, layers: int) -> Problem:
 def interconnect(
     comm: Comm | Mesh, *, sizes: tuple[int, int] = (1 << 8, 1 << 22)
 ) -> dict[str, float]:
-    """Measure messages between workers, by sweeps over a chain that computes almost nothing.
+    """Measure messages between several workers, by sweeps over a chain that computes almost nothing.
 
     Returns two fields of a `Machine`. The same sweep on one worker is subtracted. What is left are a state to the neighbour,
     one for each step of a prefix sum, and the residual norm to all. ``sizes`` are the bytes of a small and of a large state.
     """
     comm = _inputs.comm(comm)
-    if comm.size == 1:
-        raise ValueError(
-            "interconnect got a comm of one worker, which has nobody to send to; give one of "
-            "several."
-        )
     solver = Picard(sweeps=17)
 
     def sweep(comm: Comm, size: int) -> float:

@@ -173,6 +173,7 @@ def compiled(f: Callable[..., PyTree], *shapes: PyTree, on: str | Mesh) -> Compi
     """
     mesh = mesh_on(on)
     lowered = lower(f, shapes, mesh)
+    # Tracing and lowering are not timed, because they take as long for any device.
     start = time.perf_counter()
     try:
         program = lowered.compile()
@@ -190,15 +191,14 @@ def compiled(f: Callable[..., PyTree], *shapes: PyTree, on: str | Mesh) -> Compi
 def lower(f: Callable[..., PyTree], shapes: PyTree, mesh: Mesh) -> jax.stages.Lowered:
     """Trace and lower ``f(*shapes)`` as on the devices of a mesh that are not here."""
     device = mesh.devices.flat[0]
-    there = processor(device.platform, device.device_kind)
-    if mesh.size > 1:
-        there = dataclasses.replace(there, kernel_step=None)  # such a kernel is not partitioned
+    there = processor(device.platform, device.device_kind, mesh.size)
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
         # The shapes may have shardings on another mesh; their partition is applied to this one.
         spec = getattr(getattr(x, "sharding", None), "spec", PartitionSpec())
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
+    # A default inside of the function chooses for the devices that it is compiled for.
     with jax.default_device(device.platform), assume(there):
         jitted: Any = f if hasattr(f, "trace") else jax.jit(f)
         traced = jitted.trace(*jax.tree.map(place, shapes))
@@ -219,6 +219,7 @@ def read_program(program: jax.stages.Compiled, mesh: Mesh, seconds: float) -> Co
         if kind in COLLECTIVES:  # what is started has its result where it is done
             before = messages.get(kind, (0, 0))
             messages[kind] = before[0] + times, before[1] + times * one.nbytes
+    # A donated argument's memory is that of an output too, and counts as the argument's.
     memory = {
         "arguments": size.argument_size_in_bytes,
         "outputs": size.output_size_in_bytes - size.alias_size_in_bytes,

@@ -99,6 +99,7 @@ def predict(
         schedule += work
     message = machine.message(machine.state_bytes)
     hops = (data_workers - 1).bit_length()
+    kept, working = held(resolved, machine, layers, workers)
     return Cost(
         evaluations=evaluations,
         messages=schedule.states * message,
@@ -106,7 +107,8 @@ def predict(
         gradients=2 * hops * machine.latency
         + 2 * (data_workers - 1) / data_workers * parameters / machine.bandwidth,
         parameters=2 * parameters,
-        **dict(zip(("kept", "working"), held(resolved, machine, layers, workers), strict=True)),
+        kept=kept,
+        working=working,
     )
 
 

@@ -13,7 +13,7 @@ from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree, Slices, State
 from lp_jax._choice._fastest import _LAST as LAST, Pair
 from lp_jax._levels._result import DONE
-from lp_jax._problem import Problem
+from lp_jax._problem import Problem, hierarchy
 from lp_jax._programs._traced import trace
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
@@ -212,7 +212,7 @@ def diagnose(
     """
     require(problem)
     _check.integer("examples", examples, least=1)
-    pairs = None if solvers is None else list(map(as_pair, solvers))
+    pairs = _rehearsed(problem) if solvers is None else list(map(as_pair, solvers))
     announce("diagnose", seconds)
     deadline = Deadline(seconds)
     size = problem.comm.size
@@ -227,7 +227,6 @@ def diagnose(
         cotangent = jax.tree.map(
             lambda x, y: x[: len(y)] if jnp.ndim(y) else x, cotangent, problem.y0
         )
-    pairs = _rehearsed(problem) if pairs is None else pairs
     numbers = _numbers(problem)
     rehearsals = []
     for pair in pairs:
@@ -266,15 +265,12 @@ def _numbers(problem: Problem) -> tuple[float, float, int]:
 
     @functools.partial(jax.jit, compiler_options=compile_fast())
     def along(arrays: dict[str, PyTree]) -> tuple[jax.Array, ...]:
-        program, operands = trace(problem.replace(**arrays), (Serial(),))
-        chain = program.chain(*operands[:3])
-        step = chain.step(0)
-        shared = chain.shared
+        (level,) = hierarchy(problem.replace(**arrays), Picard())
+        step, shared = level.step, level.shared
 
         def transposed(y: State, x: Slices) -> Callable[[State], State]:
-            pull = jax.vjp(lambda y: step(y, x, shared), y)[
-                1
-            ]  # a custom derivative may have no forward mode
+            # A custom derivative may have no forward mode, so that the transpose is taken.
+            _, pull = jax.vjp(lambda y: step(y, x, shared), y)
             return lambda w: pull(w)[0]
 
         def norm(y: State, x: Slices, w: State) -> jax.Array:
@@ -290,12 +286,12 @@ def _numbers(problem: Problem) -> tuple[float, float, int]:
 
             return _tree.fori_loop(0, _ROUNDS, turn, (w, jnp.sqrt(_tree.sum_of_squares(w))))[1]
 
-        _, entering = _tree.scan(lambda y, x: (step(y, x, shared), y), chain.y0, chain.slices)
-        leaves, structure = jax.tree.flatten(chain.y0)
+        _, entering = _tree.scan(lambda y, x: (step(y, x, shared), y), level.y0, level.xs)
+        leaves, structure = jax.tree.flatten(level.y0)
         keys = jax.random.split(jax.random.key(0), len(leaves))
         drawn = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
         start, _ = _normal(jax.tree.unflatten(structure, drawn))
-        layers = entering, chain.slices
+        layers = entering, level.xs
 
         def back(w: State, at: tuple[State, Slices]) -> Measured:
             w, size = _normal(transposed(*at)(w))

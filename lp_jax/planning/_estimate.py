@@ -8,7 +8,7 @@ import jax
 
 from lp_jax._arrays import _tree
 from lp_jax._choice._fastest import Fastest
-from lp_jax._choice._processor import OF_A_SUM, OF_NEWTON, Processor, named
+from lp_jax._choice._processor import OF_A_SUM, Processor, named
 from lp_jax._problem import Problem
 from lp_jax._programs._asked import asked
 from lp_jax._programs._traced import Tracing, trace
@@ -25,6 +25,7 @@ _PASSES = 4
 
 def _of_shapes(look: Callable[[Problem], Found], problem: Problem) -> Found:
     """Return what ``look`` says of a problem with traced arrays."""
+    # The trace only shows shapes: what `look` finds is kept aside, and the traced function returns nothing.
     found = []
     jax.eval_shape(lambda arrays: found.append(look(problem.replace(**arrays))), arrays(problem))
     return found[0]
@@ -54,10 +55,10 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
         layers = program.workers.layers
         y = operands.y0
         first = _tree.entry_like(operands.slices)
-        # The third result is what the linearised step keeps for its transpose; only its shapes are needed.
+        # The second result is what the linearised step keeps for its transpose; only its shapes are needed.
         kept = jax.eval_shape(
             program.chain(*operands[:3]).linearised.evaluate, y, first, operands.shared
-        )[2]
+        )[1]
         most = known.at_once(layer, layers)
         # A batch that fills the device, an eighth and a 64th of it show where its time stops being constant.
         sizes = sorted({max(2, most // part) for part in (64, 8, 1)}) if most > 1 else []
@@ -67,18 +68,19 @@ def estimate(problem: Problem, *, device: str | None = None) -> Machine:
         forward, backward = (seconds / layers for seconds in known.serial(layer, layers))
         examples = examples_of(y)
         newton = None
+        # An iteration evaluates all layers, and solves the chain of their Jacobians.
         if small(y):
-            jacobians = known.jacobians(
-                examples, sum(x.size for x in jax.tree.leaves(y)) // examples
-            )
-            started = known.launch * OF_NEWTON
+            numbers = sum(x.size for x in jax.tree.leaves(y)) // examples
             evaluations = zip((1, *sizes), (forward, *batches), strict=True)
-            newton = tuple(started + seconds + size * jacobians for size, seconds in evaluations)
+            newton = tuple(
+                seconds + known.newton(size, examples, numbers) for size, seconds in evaluations
+            )
         # The same layer without products and other numbers has only its fixed costs.
         fixed, whole = (
             known.launch * layer.kernels + known.one(of, steps=layers)
             for of in (layer._replace(flops=0.0, numbers=0.0), layer)
         )
+        # A sweep adds up its increments, forward and adjoint; gradients of parameters are not summed along the chain.
         return Machine(
             at_once=(1, *sizes),
             forward=(forward, *sweeps),
@@ -121,7 +123,7 @@ def default(problem: Problem, *, solver: Solver = Fastest()) -> Default:
         raise TypeError(f"planning.default tells what Fastest(...) chooses; got solver={solver!r}.")
 
     def chosen(problem: Problem) -> tuple[tuple[Solver, Solver], float]:
-        return Tracing(problem, (solver, solver)).default(solver.rtol)
+        return Tracing(problem, (solver, solver)).chosen
 
     pair, seconds = _of_shapes(chosen, problem)
     return Default(*pair, seconds)

@@ -34,8 +34,8 @@ class Deadline:
     because a compilation cannot be stopped.
     """
 
-    def __init__(self, seconds: float = math.inf):
-        self._last: float | None = time.perf_counter()  # when the last measurement began
+    def __init__(self, seconds: float):
+        self._last = time.perf_counter()  # when the last measurement began, or was left out
         self._end = self._last + seconds
         self._longest = 0.0
         self.left_out: list[str] = []
@@ -48,10 +48,9 @@ class Deadline:
     def allows(self, what: str) -> bool:
         """Return whether a measurement may start. If not, its name is noted."""
         now = time.perf_counter()
-        if self._last is not None:
-            self._longest = max(self._longest, now - self._last)
+        self._longest = max(self._longest, now - self._last)
+        self._last = now
         allowed = self._end - now >= self._longest and now < self._end
-        self._last = now if allowed else None
         if not allowed and what not in self.left_out:
             self.left_out.append(what)
         return allowed
@@ -108,8 +107,8 @@ def few(problem: Problem, count: int) -> Problem:
 
     def cut(tree: PyTree, axis: int) -> PyTree:
         def leaf(x: PyTree) -> PyTree:
-            its_axis = hasattr(x, "ndim") and x.ndim > axis and x.shape[axis] == whole
-            return x[(slice(None),) * axis + (slice(count),)] if its_axis else x
+            of_examples = getattr(x, "shape", ())[axis : axis + 1] == (whole,)
+            return x[(slice(None),) * axis + (slice(count),)] if of_examples else x
 
         return jax.tree.map(leaf, tree)
 

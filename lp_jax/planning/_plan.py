@@ -91,6 +91,7 @@ def plan(
     if topology is not None:
         return _absent(problem.replace(comm=None), mesh_on(topology), error, solvers)
     there = _inputs.comm(problem.comm if comm is None else comm)
+    # All measurements and probes of layers are those of one device.
     problem = problem.replace(comm=None)
     if there != OneDevice():
         if workers not in (1, there.size):
@@ -101,6 +102,7 @@ def plan(
     _require(problem.layers, workers, error)
     announce("plan", seconds)
     messages: dict[str, Any] = interconnect(there) if there.size > 1 else {}
+    # Probes have the time that messages and calibration leave, and calibration has half of it.
     end = Deadline(seconds)
     half = Deadline(seconds / 2)
     if machine is None:
@@ -202,6 +204,7 @@ def choose(
     for pair in sorted(cycles(layers, workers), key=lambda pair: choice(pair).cost.seconds):
         look([pair])
     choices.sort(key=lambda c: c.cost.seconds)
+    # Serial propagation is exact, so that one of them is always exact enough.
     best = next(c for c in choices if c.within(error))
     best = best if best.cost.seconds * WORTH <= serial.cost.seconds else serial
     return Plan(tuple(choices), best, serial, machine, layers, workers, error, unprobed)

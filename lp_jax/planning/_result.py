@@ -1,20 +1,17 @@
 """A plan: the solvers compared, the recommended ones and the reason, as data and as text."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lp_jax._choice._fastest import SERIAL, Pair
-from lp_jax._solvers._coarse_step import Identity
-from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._compiled import Compiled
 from lp_jax.planning._cost import Cost, Piped, fastest_pipeline, predict
 from lp_jax.planning._machine import Machine
 from lp_jax.planning._spread import comparison
-from lp_jax.planning._words import align, code, milliseconds, numbered, pair, times
+from lp_jax.planning._words import align, code, milliseconds, numbered, pair
 
 DEVICES = tuple(2**exponent for exponent in range(13))
 # A solver is recommended if it is predicted this many times as fast as serial propagation; predictions err by as much.
@@ -133,9 +130,8 @@ class Plan:
             else ""
         )
         if not self.solver.exact:
-            text = (
-                f"predicted {times(self.speedup)} times as fast as serial propagation on one worker"
-            )
+            times = f"{self.speedup:.0f}" if self.speedup >= 10 else f"{self.speedup:.2g}"
+            text = f"predicted {times} times as fast as serial propagation on one worker"
             if self.workers > 1 and self.machine.message(self.machine.state_bytes) == 0:
                 text += ", message times unknown, taken as zero: plan(comm=mesh) measures them"
             return f"{text}.{late}"
@@ -162,48 +158,39 @@ class Plan:
 
     def scaling(self, devices: Sequence[int] = DEVICES) -> list[Devices]:
         """Predict times on other numbers of devices, with the solvers that are known to be exact enough on any number."""
+        # Serial propagation, over several workers a relay, is always one of them. Cycles over one interval for each worker are
+        # not tried: as many as make them exact take what the relay takes, and send more messages.
         pairs = [fix_iterations(c[:2], c.probed) for c in self.choices if c.within(self.error)]
 
-        def predicted(pair: Pair, workers: int, data_workers: int) -> float:
-            return predict(
-                *pair, self.layers, self.machine, workers=workers, data_workers=data_workers
-            ).seconds
-
-        @functools.cache
-        def best(workers: int, data_workers: int) -> float | None:
+        def best(among: Sequence[Pair], workers: int, data_workers: int) -> float | None:
+            """Return the seconds of the fastest pair on this many devices; None if they are too many."""
             if workers > self.layers or data_workers > self.machine.examples:
                 return None
-            known = list(pairs)
-            factor = -(-self.layers // workers)
-            # one interval per worker, and as many cycles: exact, whatever the network
-            if 2 <= factor < self.layers:
-                solver = MGRIT(
-                    coarsening=factor,
-                    iterations=-(-self.layers // factor),
-                    coarse_step=Identity(),
-                    storage="all",
+            costs = (
+                predict(
+                    *pair, self.layers, self.machine, workers=workers, data_workers=data_workers
                 )
-                known.append((solver, solver))
-            return min(predicted(pair, workers, data_workers) for pair in known)
+                for pair in among
+            )
+            return min(cost.seconds for cost in costs)
 
         def row(count: int) -> Devices:
-            data = predicted(SERIAL, 1, count) if count <= self.machine.examples else None
             splits = [(p, count // p) for p in range(1, count + 1) if count % p == 0]
             options = [
-                (seconds, split) for split in splits if (seconds := best(*split)) is not None
+                (seconds, split) for split in splits if (seconds := best(pairs, *split)) is not None
             ]
             # Tuples compare by their first number, so this is the fastest split.
             both, split = min(options, default=(None, (count, 1)))
             piped = fastest_pipeline(self.layers, self.machine, count).cost.seconds
             turns = piped if 1 < count <= self.layers else None
-            return Devices(count, best(count, 1), data, both, split, turns)
+            layers, data = best(pairs, count, 1), best([SERIAL], 1, count)
+            return Devices(count, layers, data, both, split, turns)
 
         return [row(count) for count in devices]
 
     def __str__(self) -> str:
-        probed = [
-            c for c in self.choices if c.probed is not None
-        ]  # the fastest of these are shown, or of all
+        # The fastest of the solvers that were probed are shown, or of all if none was.
+        probed = [c for c in self.choices if c.probed is not None]
         shown = (*(probed or self.choices)[:_MOST], self.best, self.serial)
         rows = []
         for c in {id(c): c for c in shown}.values():
@@ -221,17 +208,15 @@ class Plan:
         if piped and piped.microbatches > 1:
             rows.append((piped.cost, "exact", "", f"pipeline, {piped.microbatches} microbatches"))
             if piped.cost.seconds < self.best.cost.seconds:
-                text = (
-                    "  or, exact and faster, lp_jax.pipeline(f, comm, in_axes=...) with {} "
-                    "microbatches"
+                instead.append(
+                    "  or, exact and faster, lp_jax.pipeline(f, comm, in_axes=...) with "
+                    f"{piped.microbatches} microbatches"
                 )
-                instead.append(text.format(piped.microbatches))
         table: list[tuple[str, ...]] = [
             ("ms", "speedup", "gradient error", "MB", "iterations", "solver")
         ]
-        for cost, *words in sorted(rows, key=lambda row: row[0].seconds):
+        for cost, error, *others in sorted(rows, key=lambda row: row[0].seconds):
             speedup = f"{self.serial_seconds / cost.seconds:.2f}"
-            error, *others = words
             size = f"{cost.bytes / 1e6:.3g}"
             table.append((milliseconds(cost.seconds), speedup, error, size, *others))
         more: list[tuple[str, ...]] = [

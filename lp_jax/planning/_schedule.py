@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from lp_jax._arrays._products import live
+from lp_jax._arrays._jaxpr import live
 from lp_jax._arrays._types import Layer, PyTree
-from lp_jax._choice._cost import cost_of, depth_of
+from lp_jax._choice._cost import cost_of
 from lp_jax._levels._relax import at_level, per_level
 from lp_jax._solvers._coarse_step import CoarseStep, Identity, PerInterval
 from lp_jax._solvers._cycle import VISITS
@@ -73,28 +73,24 @@ class Stop(NamedTuple):
     title: str = ""  # name of that iteration
 
 
-def _relaxations(solver: MGRIT, levels: int) -> list[Any]:
-    """Return the relaxation on every level: a word like "FCF", or a function."""
-    return [at_level(per_level(solver.relaxation), level) for level in range(levels)]
-
-
-def _kind(solver: MGRIT) -> str:
-    """Return the kind of cycle. A function is drawn and counted as if it went down and up once."""
-    return "V" if callable(solver.cycle) else solver.cycle
+def relaxation_at(solver: MGRIT, level: int) -> Any:
+    """Return the relaxation on a level: a word like "FCF", or a function."""
+    return at_level(per_level(solver.relaxation), level)
 
 
 def path(solver: MGRIT, steps: int, iterations: int) -> list[Stop]:
     """Return the stops of ``iterations`` cycles and the final sweep; successive stops on one level are merged."""
     stops: list[Stop] = []
-    relaxations = _relaxations(solver, len(solver.grid(steps)))
+    relaxations = [relaxation_at(solver, level) for level in range(len(solver.grid(steps)))]
     labels = tuple(getattr(relaxation, "__name__", str(relaxation)) for relaxation in relaxations)
-    name = f"{solver.cycle}-cycle"
+    kind, name = solver.cycle, f"{solver.cycle}-cycle"
     if callable(solver.cycle):
-        name = getattr(solver.cycle, "__name__", "a cycle of its own")
+        # A function is drawn and counted as if it went down and up once.
+        kind, name = "V", getattr(solver.cycle, "__name__", "a cycle of its own")
     for iteration in range(1, iterations + 1):
         first = solver.start == "cascade" and iteration == 1
         # The first stop of a cycle carries the number and the name of the iteration.
-        begin, *rest = cycle_stops(labels, _kind(solver), cascade=first)
+        begin, *rest = cycle_stops(labels, kind, cascade=first)
         title = "coarse to fine" if first else name
         _extend(stops, [begin._replace(iteration=iteration, title=title), *rest])
     _extend(stops, [Stop(0, "FC")])
@@ -202,10 +198,9 @@ def _of_function(function: Callable[..., PyTree], span: int) -> tuple[int, int]:
 
     # A product of a (5, 3) matrix and a vector costs 2 * 5 * 3 flops, and each evaluation has one.
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3,), (span, 5, 3))]
-    program = live(jax.make_jaxpr(traced)(*shapes).jaxpr)
-    depth = int(depth_of(program, 3))
-    work = cost_of(program, 3).flops / (2 * 5 * 3)
-    return depth, math.ceil(work / max(1, depth))
+    cost = cost_of(live(jax.make_jaxpr(traced)(*shapes).jaxpr), 3)
+    # Each product in the program is a batch of evaluations. Batches are made one after the other.
+    return cost.products, math.ceil(cost.flops / (2 * 5 * 3) / max(1, cost.products))
 
 
 @functools.singledispatch
@@ -216,14 +211,13 @@ def _evaluations(step: CoarseStep | None, span: int) -> tuple[int, int]:
 
 _evaluations.register(Identity, lambda step, span: (0, 0))
 _evaluations.register(PerInterval, lambda step, span: _of_function(step.function, span))
-_evaluations.register(Sweeps, lambda step, span: (step.sweeps, span))
-_evaluations.register(Serial | Elementwise, lambda step, span: (span, 1))
 
 
 @_evaluations.register
 def _(step: Solver, span: int) -> tuple[int, int]:
-    stride = step.stride(span)
-    return (step.iterations + 1) * stride, math.ceil(span / stride)  # with a final sweep
+    # As a coarse step a solver solves the chain of one interval, on one worker.
+    solved = count(step, span)
+    return solved.depth(), math.ceil(solved.work() / solved.depth())
 
 
 @functools.singledispatch
@@ -295,21 +289,8 @@ def _(solver: Newton, chain: _Chain) -> None:
 
 @_record.register
 def _(solver: MGRIT, chain: _Chain) -> None:
+    """Add the work of the cycles along their path through the levels, and the final sweep."""
     grid = solver.grid(chain.layers)
-    # A function as relaxation is counted as "FCF".
-    labels = tuple("FCF" if callable(r) else r for r in _relaxations(solver, len(grid)))
-    for cascade, times in ((solver.start == "cascade", 1), (False, solver.iterations - 1)):
-        once: list[Event] = []
-        stops = cycle_stops(labels, _kind(solver), cascade=cascade)
-        _record_stops(solver, chain._replace(events=once), grid, stops)
-        chain.events.extend(times * once)
-    chain.finish(grid[0][1], busiest(grid, 0, chain.workers))
-
-
-def _record_stops(
-    solver: MGRIT, chain: _Chain, grid: Sequence[tuple[int, int]], stops: Sequence[Stop]
-) -> None:
-    """Add a cycle along its path through the levels, up to where its last F-points would be interpolated."""
     step = cast(CoarseStep, solver.coarse_step)
     span = 1
     levels = [chain]
@@ -317,10 +298,16 @@ def _record_stops(
         span *= factor
         # A step of a level stands for the product of all coarsening factors above it.
         levels.append(chain._replace(layers=steps, step=step, span=span))
-    for stop, following in zip(stops, [*stops[1:], None], strict=True):
+    begun = 0
+    # The path stays at the finest level for the final sweep, which `finish` adds.
+    for stop, following in itertools.pairwise(
+        path(solver, chain.layers, min(2, solver.iterations))
+    ):
+        if stop.iteration == 2:
+            begun = len(chain.events)
         at = stop.level
-        level = levels[stop.level]
-        factor = grid[stop.level][1]
+        level = levels[at]
+        factor = grid[at][1]
         intervals = busiest(grid, at, chain.workers)
         if stop.label == "solve":
             solve = level._replace(phase="coarse solve")
@@ -328,17 +315,21 @@ def _record_stops(
                 solve.send(prefix_messages(chain.workers))
             else:
                 _record(solver.coarsest, solve)
-        elif following is not None and following.level > at:  # down
+        elif following.level > at:  # down
             relaxed = level._replace(phase="coarse relaxation" if at else "relaxation")
-            for _ in range(stop.label.count("F")):
-                if at == 0 and level.at_once < max(
-                    2, intervals
-                ):  # states at F-points, in every sweep
+            relaxation = relaxation_at(solver, at)
+            # A function is counted as "FCF".
+            for _ in range(2 if callable(relaxation) else relaxation.count("F")):
+                if at == 0 and level.at_once < max(2, intervals):
+                    # The adjoint solve computes the states at F-points again in every sweep.
                     level.evaluate_again(factor - 1, intervals)
                 relaxed.evaluate(factor, intervals)
                 relaxed.send(1)
             levels[at + 1]._replace(phase="coarse right-hand side").evaluate(1, intervals)
-        elif at > 0:  # up
+        else:  # up
             corrected = level._replace(phase="correction")
             corrected.evaluate(factor - 1, intervals)
             corrected.send(1)
+    # All later cycles are like the second one.
+    chain.events.extend((solver.iterations - 2) * chain.events[begun:])
+    chain.finish(grid[0][1], busiest(grid, 0, chain.workers))

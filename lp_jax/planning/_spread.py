@@ -37,9 +37,10 @@ def spread(problem: Problem, on: Mesh, solvers: Sequence[Solver | Pair]) -> dict
         mesh = mesh_of(on.devices, layers=layers, examples=parts)
 
         def loss(params: PyTree, y0: State, shared: PyTree, data: PyTree) -> jax.Array:
-            values = {"params": params, "y0": y0, "shared": shared, "data": data}
-            here = problem.replace(**values, comm=MeshComm(mesh) if solvers else None)
-            y1 = here.solve(**dict(zip(("solver", "adjoint_solver"), solvers, strict=False))).y1
+            comm = MeshComm(mesh) if solvers else None
+            here = problem.replace(params=params, y0=y0, shared=shared, data=data, comm=comm)
+            solver, adjoint_solver = solvers or (None, None)
+            y1 = here.solve(solver=solver, adjoint_solver=adjoint_solver).y1
             return _tree.sum_of_squares(y1) / 2
 
         def piped(params: PyTree, y0: State, *others: PyTree) -> jax.Array:

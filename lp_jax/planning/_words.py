@@ -42,11 +42,6 @@ def milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.3g}"
 
 
-def times(gain: float) -> str:
-    """Return "1.2" or "12"."""
-    return f"{gain:.0f}" if gain >= 10 else f"{gain:.2g}"
-
-
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines. The last column is left-aligned, the others are right-aligned."""
     # The last column needs no width, because nothing stands to its right.

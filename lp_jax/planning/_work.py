@@ -65,9 +65,12 @@ class Schedule:
         return sum(waiting for waiting, _ in self._evaluations(kinds))
 
     def _evaluations(self, kinds: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Return for each event the evaluations that wait for each other, and the layers in each."""
-        events = [event for event in self.events if event.kind in (kinds or EVALUATIONS)]
-        return [(event.times * EVALUATIONS[event.kind], event.layers) for event in events]
+        """Return the evaluations that wait for each other, and the layers in each, for batches of these kinds."""
+        return [
+            (times * EVALUATIONS[kind], layers)
+            for (kind, layers), times in self.batches.items()
+            if kind in (kinds or EVALUATIONS)
+        ]
 
 
 def batches(

@@ -21,7 +21,7 @@ from lp_jax.train._log import Log
 from lp_jax.train._loop import Every, fit
 from lp_jax.train._ranks import Ranks
 from lp_jax.train._step import init_state, make_train_step, map_slots, replicate_rest
-from lp_jax.train._supervised import classification
+from lp_jax.train._supervised import classification, parts_of
 from lp_jax.train._types import Batch, LossFn, TrainState
 
 
@@ -104,8 +104,7 @@ def nested(
     """
     if not depths:
         raise ValueError("depths must have a Depth at least; got none.")
-    parts = list(getattr(model.trunk, "parts", [model.trunk]))
-    blocks = [part.num_layers for part in parts if hasattr(part, "num_layers")]
+    blocks = [part.num_layers for part in parts_of(model) if hasattr(part, "num_layers")]
     numbers = [max(blocks, default=depths[0].layers), *(depth.layers for depth in depths)]
     factors, rests = zip(
         *(divmod(deep, shallow) for shallow, deep in itertools.pairwise(numbers)), strict=True

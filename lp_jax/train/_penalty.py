@@ -1,14 +1,12 @@
 """A penalty in the loss that keeps a network solvable by a few sweeps."""
 
-import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
-from lp_jax import Layer, Problem
-from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._types import State
-from lp_jax._programs import _inputs
+from lp_jax import Picard, Problem, multigrid
+from lp_jax._arrays import _check
 
 
 def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.Array:
@@ -52,29 +50,15 @@ def depth_penalty(problem: Problem, *, sweeps: int, rtol: float = 1e-3) -> jax.A
             f"depth_penalty sums over all layers; got {problem.comm.size} ranks. Use a mesh "
             f"(MeshComm) instead."
         )
-    times = _inputs.times(problem.t0, problem.t1, problem.layers, _tree.real_dtype(problem.y0))
-    index = jnp.arange(problem.layers, dtype=jnp.int32)
-    layers = Layer(problem.params, problem.shared, problem.data, *times, index, 0)
-    # `vmap` takes a tree of axes in the structure of the argument; `shared` and
-    # the last field have none, as all layers share them.
-    stacked = Layer(0, None, 0, 0, 0, 0, None)  # type: ignore[arg-type]
-
-    @functools.partial(jax.vmap, in_axes=(0, stacked))
-    def increment(y: State, layer: Layer) -> State:
-        stepped = problem.step(y, layer)
-        return _tree.sub(stepped[0] if problem.has_aux else stepped, y)
-
-    increments = increment(_tree.repeat(problem.y0, problem.layers), layers)
-    first = last = _tree.sum_of_squares(increments)
-    for _ in range(sweeps - 1):
-        old = increments
-        increments = increment(
-            # A sweep is u_n = y0 + the sum of the increments of all layers before n: an exclusive prefix sum.
-            jax.tree.map(lambda y, d: y[None] + jnp.cumsum(d, axis=0) - d, problem.y0, old),
-            layers,
-        )
-        last = _tree.sum_of_squares(_tree.sub(increments, old))
-    # The first increments are the residual r_1, because the constant guess has none; later residuals are changes of increments.
+    solver = Picard(sweeps=sweeps, at_once=math.inf)
+    # Arrays of a mesh are global, and the compiler spreads what is computed with them.
+    levels = multigrid.hierarchy(problem.replace(comm=None), solver)
+    state = solver.init(levels, None).state
+    squares = []
+    for _ in range(sweeps):
+        state, residual = solver.improve(levels, state)
+        squares.append(jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, residual.total)))
+    first, *_, last = squares
     missed = last > rtol**2 * first
     # where it is met the quotient is one, because that of two zeros would have no gradient
     one = jnp.ones_like(last)

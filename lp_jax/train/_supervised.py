@@ -258,13 +258,7 @@ def residuals(
     A batch is ``(x, labels)`` or ``(x, labels, key)``. ``adjoint_solver`` None means the settings of ``solver``. ``loss``
     gives the cotangent: `cross_entropy`, `mean_squared_error` or a function ``(outputs, y)`` of your own.
     """
-    return _residuals(
-        nnx.graphdef(model),
-        loss,
-        params,
-        batch,
-        {"solver": solver, "adjoint_solver": adjoint_solver},
-    )
+    return _residuals(nnx.graphdef(model), loss, params, batch, solver, adjoint_solver)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -273,12 +267,17 @@ def _residuals(
     loss: Measure,
     params: PyTree,
     batch: Batch,
-    solvers: Mapping[str, Solver | None],
+    solver: Solver,
+    adjoint_solver: Solver | None,
 ) -> Residuals:
     model = nnx.merge(graphdef, params)
     x, y, keys = split_batch(batch)
     solution, pullback = model.trunk.solve_vjp(
-        model.opening(x), **model.context_of(x), **keys, **solvers
+        model.opening(x),
+        **model.context_of(x),
+        **keys,
+        solver=solver,
+        adjoint_solver=adjoint_solver,
     )
     # The cotangent that enters the adjoint solve is the gradient of the loss by the last state.
     cotangent = jax.grad(lambda y1: loss(model.closing(y1), y))(solution.y1)
@@ -301,14 +300,16 @@ def split_batch(batch: Batch) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
     return x, labels, {"key": key[0]} if key else {}
 
 
+def parts_of(model: Classifier) -> list[Any]:
+    """Return the parts of a trunk: those of a `Network`, or the trunk itself."""
+    return list(getattr(model.trunk, "parts", [model.trunk]))
+
+
 def inner(
     model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross_entropy
 ) -> tuple[Problem, State]:
     """Return the problem of a classifier's layers, of the longest block, and the cotangent of its last state."""
     graphdef = nnx.graphdef(model)
-
-    def parts_of(model: Classifier) -> list[Any]:
-        return list(getattr(model.trunk, "parts", [model.trunk]))
 
     def length(part: Any) -> int:
         return getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0

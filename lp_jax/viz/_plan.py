@@ -39,10 +39,11 @@ def plan(found: Plan) -> Figure:
     *first, ax = fig.subplots(1, 2 if looked_at else 1, squeeze=False)[0]
     if first:
         _draw_errors(first[0], found, looked_at)
+    rows = found.scaling()
     for i, field in enumerate(("layers", "data", "both", "pipeline")):
         points = [
             (row.devices, found.serial_seconds / seconds)
-            for row in found.scaling()
+            for row in rows
             if (seconds := getattr(row, field)) is not None
         ]
         if points:

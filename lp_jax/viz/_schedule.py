@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lp_jax import Serial, Solver, layer_slices
+from lp_jax import Solver, layer_slices
 from lp_jax._arrays import _check
 from lp_jax.planning._schedule import count
 from lp_jax.planning._words import numbered
@@ -92,7 +92,7 @@ def schedule(
     _check.integer("workers", workers, least=1)
     adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
     there, back = timelines((solver, adjoint_solver), num_layers, workers)
-    serially = sum(line.end for line in timelines((Serial(), Serial()), num_layers, 1))
+    serially = 3 * num_layers  # forward, adjoint and gradient of each layer
     total = there.end + back.end
     on = numbered(workers, "worker")
     title = f"A training step in {total:g} layer evaluations on {on}, {serially:g} serially"

@@ -3,8 +3,8 @@ r"""A deep dense network learns handwritten digits. A script to read, to copy an
     python notebooks/examples/digits.py --layers 256 --epochs 10
 
 trains with all layers at once, prints how exact the last gradient was, and draws digits.png. For data of your own change
-`load`; for another network change `layer` and `init`. SOLVERS = {} lets lp_jax choose: on a laptop it takes one layer after
-another, because nothing is faster there for a network as wide as this one. (`lp-jax demo` trains a narrower one.)
+`load`; for another network change `layer` and `init`. With SOLVERS = {} lp_jax chooses how to compute the layers. On a laptop it
+takes one after another, because nothing is faster there for a network as wide as this one. (`lp-jax demo` trains a narrower one.)
 """
 
 import argparse
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from matplotlib.ticker import PercentFormatter
 from rich.progress import track
 from sklearn.datasets import load_digits
 from sklearn.metrics import ConfusionMatrixDisplay
@@ -21,20 +22,19 @@ from sklearn.model_selection import train_test_split
 
 import lp_jax
 
-# Sweeps over all layers until the residual is small enough. For the adjoint a larger one will do.
+# A sweep evaluates all layers at once, each on a guess of its input, and corrects the guesses. The sweeps end when the guesses
+# fit the layers to a thousandth. Those for the gradient (the adjoint) may end at a hundredth.
 SOLVERS = {
     "solver": lp_jax.Picard(sweeps=32, rtol=1e-3),
     "adjoint_solver": lp_jax.Picard(sweeps=32, rtol=1e-2),
 }
 
 
-def load(seed):
-    """Return inputs (samples, pixels) and classes: those to train with, then those to test with."""
-    x, y = load_digits(return_X_y=True)
-    x = (x / 16).astype(np.float32)
-    parts = train_test_split(x, y, test_size=0.2, stratify=y, random_state=seed)
-    train_x, test_x, train_y, test_y = parts
-    return (train_x, train_y), (test_x, test_y)
+def load():
+    """Return training inputs (samples, numbers), test inputs, training classes 0, 1, 2, ..., and test classes."""
+    x, y = load_digits(return_X_y=True)  # (samples, 64) and (samples,)
+    x = (x / 16).astype(np.float32)  # 0 to 1; for other columns take sklearn.preprocessing.scale
+    return train_test_split(x, y, test_size=0.2, stratify=y, random_state=0)
 
 
 def layer(y, at):
@@ -66,14 +66,12 @@ def loss(params, x, labels):
 
 
 def draw(losses, accuracies, truth, answers):
-    fig, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    left.plot(losses, color="tab:blue", alpha=0.6)
-    left.set(xlabel="training step", ylabel="training loss", yscale="log")
-    test = left.twinx()
-    steps = len(losses) / len(accuracies) * np.arange(1, len(accuracies) + 1)
-    test.plot(steps, accuracies, "o-", color="tab:red")
-    test.set(ylabel="test accuracy (red)", ylim=(None, 1))
-    left.set_title(f"Test accuracy after training: {accuracies[-1]:.1%}")
+    fig, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.5), layout="constrained")
+    left.semilogy(losses)
+    left.set(title="Training loss", xlabel="training step")
+    middle.plot(range(1, len(accuracies) + 1), accuracies, "o-")
+    middle.set(title=f"Test accuracy, {accuracies[-1]:.1%} at the end", xlabel="epoch")
+    middle.yaxis.set_major_formatter(PercentFormatter(1))
     ConfusionMatrixDisplay.from_predictions(truth, answers, ax=right, cmap="Blues", colorbar=False)
     right.set_title("Answers on the test set")
     return fig
@@ -85,7 +83,8 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
 
-    (train_x, train_y), (test_x, test_y) = load(seed=0)
+    train_x, test_x, train_y, test_y = load()
+    args.batch = min(args.batch, len(train_y))
     params = init(jax.random.key(0), train_x.shape[1], args.width, args.layers, train_y.max() + 1)
     optimizer = optax.adam(3e-3)
     state = optimizer.init(params)
@@ -104,10 +103,10 @@ def main():
     losses, accuracies = [], []
     for _ in track(range(args.epochs), description="training"):
         order = random.permutation(len(train_y))
-        for rows in np.split(order, range(args.batch, len(order), args.batch)):
-            if len(rows) == args.batch:  # The last batch is short, and would compile once more.
-                params, state, value = update(params, state, train_x[rows], train_y[rows])
-                losses.append(value)
+        # The samples that are left over wait for the next epoch: a shorter batch would compile once more.
+        for rows in order[: len(order) // args.batch * args.batch].reshape(-1, args.batch):
+            params, state, value = update(params, state, train_x[rows], train_y[rows])
+            losses.append(value)
         accuracies.append(np.mean(answers_of(params, test_x) == test_y))
     print(f"{len(losses)} steps, test accuracy {accuracies[-1]:.1%}")
     rows = order[: args.batch]

@@ -1,4 +1,4 @@
-r"""The heat equation by MGRIT, for those who come from XBraid. A script to read, to copy and to change.
+r"""The heat equation by MGRIT, multigrid in time, for those who come from XBraid. A script to read, to copy and to change.
 
     python notebooks/examples/heat_mgrit.py --steps 1024 --points 127 --out heat_mgrit.png
 
@@ -6,13 +6,12 @@ solves the problem of XBraid's ``examples/ex-02``,
 
     u_t = u_xx + sin(x) (cos(t) - sin(t)),    u = 0 at x = 0 and x = pi,    exact: u = sin(x) cos(t),
 
-by backward Euler on three levels. It prints the residual norm of every cycle and by which factor it fell, as XBraid's print
-level 1 does, with F-relaxation, with FCF-relaxation, and with half the points in space on each coarser level. The states
-before the first cycle are random, as in ex-02, so that the last factors are those of the method and not of the guess.
+by backward Euler, for all times at once. The states begin as random numbers, as in ex-02, and each cycle corrects them by fewer
+and longer steps on two coarser levels. The script prints the residual norm of every cycle and its factor, as XBraid's print
+level 1 does, with F-relaxation, with FCF-relaxation, and with half the points in space on each coarser level.
 
-What XBraid calls the application is one function here, ``step``. It takes a state and returns the next one. It sees the time
-at which the step starts, the length of the step (longer on coarse levels) and, by the shape of the state, the grid in space.
-A right-hand side of MGRIT never reaches it: the library adds that to its result. docs/from_xbraid.md has a table of all options.
+What XBraid calls the application is one function here, ``step``, from a state to the next one. It sees the time at which the step
+starts, the length of the step and, by the shape of the state, the grid in space. docs/from_xbraid.md has a table of all options.
 """
 
 import argparse
@@ -36,8 +35,8 @@ def grid(points):
 def step(u, layer):
     """Make one step of backward Euler, (1 - dt d²/dx²) u_next = u + dt f(t_next), and return the state twice.
 
-    The second one is what a solve collects from the finest level, so that it has the states of all times. XBraid would call
-    its access function with them.
+    Coarse levels make it 4 and 16 times as long, so a step of your own must be stable then, too. A solve collects what is
+    returned second on the finest level. With these states XBraid would call its access function.
     """
     x, h = grid(len(u))
     t = layer.t + layer.dt
@@ -90,8 +89,8 @@ def main(arguments=None):
     intervals = -(-args.steps // args.coarsening)
     guess = jax.random.uniform(jax.random.key(0), (intervals, args.points))
 
-    exact = problem.solve(solver=lp_jax.Serial())
-    error = jnp.abs(exact.aux - jnp.sin(x) * jnp.cos(times[1:, None])).max()
+    serial = problem.solve(solver=lp_jax.Serial())
+    error = jnp.abs(serial.aux - jnp.sin(x) * jnp.cos(times[1:, None])).max()  # of this equation
     print(f"one step after another: differs from the exact solution by at most {error:.1e}")
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name, solver in solvers.items():
@@ -101,19 +100,20 @@ def main(arguments=None):
         for cycle, norm in enumerate(norms):
             factor = f"{norm / norms[cycle - 1]:6.3f}" if cycle else ""
             print(f"{cycle:5}  {norm:13.2e}  {factor}".rstrip())
-        difference = jnp.abs(solution.aux - exact.aux).max()
+        difference = jnp.abs(solution.aux - serial.aux).max()
         print(f"differs from one step after another by at most {difference:.1e}")
         left.semilogy(norms, marker="o", label=name)
 
-    left.set(title=f"{args.steps} steps, {args.levels} levels", xlabel="cycle")
-    left.set_ylabel("residual norm before the cycle")
+    left.set(xlabel="cycle", ylabel="residual norm before the cycle")
+    left.set_title(f"{args.steps} steps, {args.levels} levels")
     left.grid(alpha=0.3)
     left.legend()
     states = jnp.concatenate([problem.y0[None], solution.aux])
     image = right.pcolormesh(x, times, states, cmap="RdBu_r", vmin=-1, vmax=1, rasterized=True)
-    fig.colorbar(image, label="u")
+    fig.colorbar(image).set_label("u", rotation=0)
     right.set(title="Every state of the last solve", xlabel="x", ylabel="t")
     fig.savefig(args.out, dpi=120)
+    print(f"wrote {args.out}")
 
 
 if __name__ == "__main__":

@@ -2,16 +2,14 @@ r"""A language model in Flax NNX with its layers and its batch over a 2 x 2 mesh
 
     python notebooks/examples/lm_nnx.py --steps 200 --out runs/lm
 
-trains a decoder of 24 blocks to predict the next character. It has what a larger training has: dropout, blocks that are
-computed again for the gradient (``nnx.remat``), products in bfloat16, clipped gradients, gradients that are accumulated over
-several batches, and checkpoints with the places of all arrays. Run the same line again after an interruption, or with more
-steps: it goes on from the last checkpoint, and its numbers are those of a run without a break.
+trains a decoder of 24 blocks to predict the next character of ``--text FILE``, or of Python's own help. It has what a larger
+training has: dropout, blocks that are computed again for the gradient (``nnx.remat``), products in bfloat16, clipped gradients,
+gradients accumulated over several batches, and checkpoints with the places of all arrays. Run the same line again after an
+interruption, or with more steps: it goes on from the last checkpoint, and its numbers are those of a run without a break.
 
 One line makes it a pipeline: ``nn.pipeline(loss, mesh, ...)``. Each of two groups of devices holds 12 of the blocks, and the
 microbatches of a batch follow each other through them. The other axis of the mesh divides the examples, and the compiler sums
 their gradients. The numbers are those of one device, to the rounding of bfloat16.
-
-Without ``--text FILE`` the text is Python's own help, which every installation has.
 """
 
 import argparse
@@ -19,9 +17,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import jax
-
-jax.config.update("jax_num_cpu_devices", 4)  # on a machine without accelerators
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -44,9 +39,7 @@ class Block(nnx.Module):
         self.attention = nnx.MultiHeadAttention(heads, width, decode=False, **half)
         self.up = nnx.Linear(width, 4 * width, **half)
         self.down = nnx.Linear(4 * width, width, **half)
-        self.dropout = nnx.Dropout(
-            0.1
-        )  # keys come with the call, as all microbatches share this module
+        self.dropout = nnx.Dropout(0.1)  # without keys, which come with each call
 
     def __call__(self, x, key):
         keys = jax.random.split(key)
@@ -69,13 +62,10 @@ class Model(nnx.Module):
         self.layers = args.layers
 
     def __call__(self, tokens, key):
-        @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
-        @nnx.remat
-        def forward(x, block, key):
-            return block(x, key)
-
         x = self.embed(tokens) + self.places(jnp.arange(tokens.shape[-1]))[None]
-        return self.last(self.norm(forward(x, self.blocks, jax.random.split(key, self.layers))))
+        block = nnx.remat(Block.__call__)
+        forward = nnx.scan(block, in_axes=(0, nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.last(self.norm(forward(self.blocks, x, jax.random.split(key, self.layers))))
 
 
 def loss(model, tokens, key):
@@ -84,33 +74,14 @@ def loss(model, tokens, key):
     return optax.losses.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:]).mean()
 
 
-def place(mesh, module):
+def place(mesh, modules):
     """Put the arrays of blocks, an optimizer's too, on the devices of their layers, and all others on every device."""
 
-    def where(path, _):
-        return NamedSharding(mesh, P("layers") if "blocks" in jax.tree_util.keystr(path) else P())
+    def put(path, x):
+        axes = P("layers") if "blocks" in jax.tree_util.keystr(path) else P()
+        return jax.device_put(x, NamedSharding(mesh, axes))
 
-    state = nnx.state(module)
-    nnx.update(module, jax.device_put(state, jax.tree.map_with_path(where, state)))
-
-
-def arrays(model, optimizer):
-    return nnx.to_pure_dict(nnx.state({"model": model, "optimizer": optimizer}))
-
-
-def restore(checkpoints, model, optimizer):
-    """Go on from the newest checkpoint, if there is one; return the number of its step. Arrays come back to their places."""
-    if checkpoints.latest is None:
-        return 0
-    places = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-        arrays(model, optimizer),
-    )
-    found = checkpoints.load(checkpoints.latest.step, places)
-    nnx.update(model, found["model"])
-    nnx.update(optimizer, found["optimizer"])
-    print(f"goes on after step {checkpoints.latest.step}")
-    return checkpoints.latest.step
+    nnx.update(modules, jax.tree.map_with_path(put, nnx.state(modules)))
 
 
 def main(arguments=None):
@@ -118,21 +89,23 @@ def main(arguments=None):
     for name, value in (SIZES | RUN).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--text", type=Path, help="a file in UTF-8")
-    parser.add_argument("--out", type=Path, default=Path("runs/lm"), help="folder of checkpoints")
+    parser.add_argument("--out", default="runs/lm", help="checkpoints of this text and size")
     args = parser.parse_args(arguments)
+    jax.config.update("jax_num_cpu_devices", 4)  # on a machine without accelerators
+    mesh = jax.make_mesh((2, 2), ("data", "layers"), axis_types=(AxisType.Auto,) * 2)
 
     text = "\n".join(topics.values()) if args.text is None else args.text.read_text("utf-8")
     symbols, text = np.unique(list(text), return_inverse=True)
     text, held_out = np.split(text.astype(np.int32), [-len(text) // 20])
+    if len(held_out) <= args.length:
+        raise SystemExit(f"The text needs more than {20 * args.length} characters.")
 
     model = Model(len(symbols), args, nnx.Rngs(0))
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, 1000)
     chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
     optimizer = nnx.Optimizer(model, optax.MultiSteps(chain, args.accumulate), wrt=nnx.Param)
-
-    mesh = jax.make_mesh((2, 2), ("data", "layers"), axis_types=(AxisType.Auto,) * 2)
-    place(mesh, model)
-    place(mesh, optimizer)
+    both = {"model": model, "optimizer": optimizer}
+    place(mesh, both)
     piped = nn.pipeline(loss, mesh, in_axes=(None, 0, 0))
 
     def mean(model, tokens, key):
@@ -151,13 +124,18 @@ def main(arguments=None):
         tokens = text[starts + np.arange(args.length + 1)]
         return jax.device_put(tokens, NamedSharding(mesh, P(None, "data")))
 
-    with ocp.training.Checkpointer(args.out.resolve()) as checkpoints:
-        for step in range(restore(checkpoints, model, optimizer) + 1, args.steps + 1):
+    with ocp.training.Checkpointer(Path(args.out).resolve()) as checkpoints:
+        last = 0
+        if checkpoints.latest is not None:
+            last = checkpoints.latest.step
+            nnx.update(both, checkpoints.load(last, nnx.to_pure_dict(nnx.state(both))))
+            print(f"goes on after step {last}")
+        for step in range(last + 1, args.steps + 1):
             value = update(model, optimizer, batch(text, step), jax.random.key(step))
             if step % 10 == 0 or step == args.steps:
                 print(f"step {step}: loss {value:.5f}", flush=True)
             if step % args.save_every == 0 or step == args.steps:
-                checkpoints.save(step, arrays(model, optimizer), force=True)
+                checkpoints.save(step, nnx.to_pure_dict(nnx.state(both)), force=True)
 
     kernel = model.blocks.up.kernel[...]
     print(f"weights on one device: {kernel.addressable_shards[0].data.shape} of {kernel.shape}")

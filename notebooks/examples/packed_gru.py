@@ -2,14 +2,12 @@ r"""A bidirectional GRU over packed sequences, with resets and masks. A script t
 
     python notebooks/examples/packed_gru.py --length 128 --steps 200
 
-Short sequences stand one after another in rows of one length, so that little is padding. Three arrays say what is where.
-``segments`` has the number of the sequence at each place, and 0 in the padding. From it follow the places at which a sequence
-begins and those at which it ends. A recurrent network reads a whole row. It takes its first state again wherever a sequence
-begins (or ends, if it reads backwards), so that no sequence sees another one, and padding changes nothing.
+Short sequences stand one after another in rows of one length, so that little is padding. ``segments`` has the number of the
+sequence at each place, and 0 in the padding. A recurrent network reads a whole row. It takes its first state again wherever a
+sequence begins (or ends, if it reads backwards), so that no sequence sees another one, and padding changes nothing.
 
-The model is two ``lax.scan`` loops, one of them reversed. ``lp_jax.parallel`` solves both for all places at once, with
-Newton's method here, and the code of the model does not change. The task needs both directions. It asks of every symbol
-whether it is the first symbol of its sequence, the last one, both, or neither.
+The model is two ``lax.scan`` loops, one of them reversed, because the task needs both directions. ``lp_jax.parallel`` solves both
+for all places at once, here with Newton's method, and the code of the model does not change.
 """
 
 import argparse
@@ -25,39 +23,31 @@ SYMBOLS, CLASSES = 4, 4
 
 
 def sequences(number, random, longest=24):
-    """Return random sequences and their labels: 1 for the first symbol of the sequence, plus 2 for its last one."""
+    """Return random sequences and their labels: 1 for symbols like the first one, plus 2 for those like the last."""
     x = [random.integers(0, SYMBOLS, random.integers(3, longest + 1)) for _ in range(number)]
     return x, [(each == each[0]) + 2 * (each == each[-1]) for each in x]
 
 
 def pack(x, y, length):
     """Return symbols, labels and segments as ``(rows, length)``; a sequence without room begins a new row."""
-    row, end, places = 0, 0, []
-    for each in x:
+    symbols, labels, segments = (np.zeros((len(x), length), np.int32) for _ in range(3))
+    row = end = 0
+    for number, each in enumerate(x):
         if end + len(each) > length:
             row, end = row + 1, 0
-        places.append((row, slice(end, end + len(each))))
+        place = row, slice(end, end + len(each))
+        symbols[place], labels[place], segments[place] = each, y[number], number + 1
         end += len(each)
-    symbols, labels, segments = (np.zeros((row + 1, length), np.int32) for _ in range(3))
-    for number, place in enumerate(places):
-        symbols[place], labels[place], segments[place] = x[number], y[number], number + 1
-    return symbols, labels, segments
+    return symbols[: row + 1], labels[: row + 1], segments[: row + 1]
 
 
 def init(key, hidden):
     """Return the parameters: an embedding, a GRU for each direction, and the last layer."""
-    keys = iter(jax.random.split(key, 8))
-
-    def draw(*shape):
-        return jax.random.normal(next(keys), shape) / np.sqrt(shape[0])
-
     wide = 2 * hidden
-    forward, backward = (
-        {"gates": draw(wide, wide), "new": draw(wide, hidden), "first": draw(hidden)}
-        for _ in range(2)
-    )
-    ends = {"embed": draw(SYMBOLS, hidden), "last": draw(wide, CLASSES)}
-    return {"forward": forward, "backward": backward, **ends}
+    gru = {"gates": (wide, wide), "new": (wide, hidden), "first": (hidden,)}
+    shapes = {"embed": (SYMBOLS, hidden), "forward": gru, "backward": gru, "last": (wide, CLASSES)}
+    zeros = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return optax.tree.random_like(key, zeros, jax.nn.initializers.normal(0.25))
 
 
 def gru(weights, x, fresh, real, reverse):
@@ -78,9 +68,8 @@ def gru(weights, x, fresh, real, reverse):
 def scores(params, symbols, segments):
     """Return the scores of the classes at every place of every row."""
     x, segments = params["embed"][symbols.T], segments.T  # time comes first in a scan
-    edge = jnp.ones_like(segments[:1], bool)
-    changes = segments[1:] != segments[:-1]
-    begins, ends = jnp.concatenate([edge, changes]), jnp.concatenate([changes, edge])
+    begins = jnp.diff(segments, axis=0, prepend=-1) != 0
+    ends = jnp.diff(segments, axis=0, append=-1) != 0
     there = gru(params["forward"], x, begins, segments > 0, reverse=False)
     back = gru(params["backward"], x, ends, segments > 0, reverse=True)
     return jnp.swapaxes(jnp.concatenate([there, back], axis=-1) @ params["last"], 0, 1)
@@ -91,16 +80,14 @@ def loss(params, batch):
     symbols, labels, segments = batch
     found = scores(params, symbols, segments)
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(found, labels)
-    return jnp.sum(losses * (segments > 0)) / jnp.sum(segments > 0)
+    return jnp.mean(losses, where=segments > 0)
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="A bidirectional GRU over packed sequences.")
-    sizes = {"length": 128, "sequences": 100, "hidden": 16, "steps": 200}  # a row has this length
-    for name, value in sizes.items():
+    for name, value in {"length": 128, "sequences": 100, "hidden": 16, "steps": 200}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args(arguments)
-
     random = np.random.default_rng(0)
     batch = pack(*sequences(args.sequences, random), args.length)
     params = init(jax.random.key(0), args.hidden)
@@ -108,9 +95,8 @@ def main(arguments=None):
 
     # batch_axes=1: the rows do not act on each other. fallback: where Newton's method fails, one place after another.
     newton = lp_jax.Newton(iterations=12, relaxations=16, batch_axes=1, rtol=1e-4, fallback=True)
-    solved = lp_jax.parallel(loss, solver=newton)
     print(lp_jax.scans(loss, solver=newton)(params, batch))
-    gradient = jax.jit(jax.value_and_grad(solved))
+    gradient = jax.jit(jax.value_and_grad(lp_jax.parallel(loss, solver=newton)))
     exact, found = jax.jit(jax.grad(loss))(params, batch), gradient(params, batch)[1]
     wrong = optax.tree.norm(optax.tree.sub(found, exact)) / optax.tree.norm(exact)
     print(f"error of the gradient: {wrong:.0e}")

@@ -2,9 +2,10 @@ r"""Layers over several devices: relay, pipeline, MGRIT. A script to read, to co
 
     python notebooks/examples/several_devices.py --devices 4
 
-prints the seconds of a gradient and its relative error, and draws several_devices.png. The relay goes from device to device.
-The pipeline sends one microbatch after another the same way. MGRIT lets all devices begin at once, each with its own part of
-the layers, and corrects their states. This has an error, but more cycles make it smaller.
+prints the seconds of a gradient and its relative error, and draws several_devices.png. Each device has its own part of the
+layers. In a relay one device computes, and hands its result to the next one. The pipeline sends one microbatch after another the
+same way, so that several devices work. MGRIT lets all devices begin at once, each on a guess of its input, and corrects the
+guesses in cycles. This has an error, but more cycles make it smaller.
 
 Without accelerators the processor is cut into as many devices. They share its cores, so the errors hold, but the seconds say
 little. On GPUs leave out the line with ``jax_num_cpu_devices``. docs/workers.md compares the ways on emulated devices.
@@ -108,8 +109,8 @@ def main():
     names = list(seconds)[::-1]  # The first one goes to the top.
     bars = ax.barh(names, [seconds[name] for name in names])
     ax.bar_label(bars, [f" {said(errors[name])}" for name in names])
-    ax.set(xlabel="seconds of a gradient", xlim=(0, 1.25 * ax.get_xlim()[1]))
-    ax.set_title(f"{args.layers} layers on {args.devices} devices")
+    ax.set(xlabel="seconds for a gradient", xlim=(0, 1.25 * ax.get_xlim()[1]))
+    ax.set_title(f"{args.layers} layers on {args.devices} devices ({jax.devices()[0].device_kind})")
     fig.savefig("several_devices.png")
     print("wrote several_devices.png")
 

@@ -102,7 +102,8 @@ def of_few_terms(step, terms):
     """``step`` with a sum of outer products in the place of each short product."""
 
     def call(*arguments):
-        return with_few_terms(jax.make_jaxpr(step)(*arguments), terms)(*arguments)[0]
+        home = jax.sharding.get_abstract_mesh()
+        return with_few_terms(jax.make_jaxpr(step)(*arguments), terms, home)(*arguments)[0]
 
     return call
 

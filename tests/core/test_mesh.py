@@ -399,3 +399,21 @@ def test_bad_meshes():
     for message, call in refused.items():
         with pytest.raises((TypeError, ValueError), match=message):
             call()
+
+
+def test_a_device_without_layers_does_not_disturb_a_learned_slope():
+    """Of 5 layers on 4 devices the last one holds none; the sum of the adjoint passes it first."""
+    solver = lp_jax.Secant(sweeps=4)
+
+    def run(comm):
+        solution, pullback = lp_jax.solve_vjp(
+            lambda y, layer: y + layer.dt * jnp.tanh(layer.params * y),
+            jnp.linspace(-2.5, -1.0, 5),
+            jnp.ones(()),
+            solver=solver,
+            comm=comm,
+        )
+        gradients, stats = pullback(jnp.ones(()))
+        return gradients.params, (gradients.y0, solution.stats, stats)
+
+    assert_same(run(mesh(4)), run(None))

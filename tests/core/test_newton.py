@@ -578,3 +578,20 @@ def test_a_packed_gru_that_overflows_is_not_done():
     for gain in np.linspace(4, 8, 17):
         scaled = weights[0], gain * weights[1]
         np.testing.assert_allclose(solved(scaled), exact(scaled), rtol=5e-2)
+
+
+@pytest.mark.parametrize("jacobian", ["full", "diagonal"])
+def test_complex_beside_real_leaves(jacobian):
+    """Their Jacobian is complex, and the real leaves take the real part."""
+
+    def step(y, layer):
+        turned = y["c"] * jax.lax.complex(jnp.ones(()), layer.dt * y["a"])
+        return {"a": y["a"] + layer.dt * jnp.sin(layer.params * y["a"]), "c": turned}
+
+    y0 = {"a": jnp.ones(()), "c": jnp.asarray(1 + 1j)}
+    solver = lp_jax.Newton(jacobian=jacobian, iterations=6)
+    got, wanted = (
+        lp_jax.solve(step, jnp.ones(6), y0, solver=s).y1 for s in (solver, lp_jax.Serial())
+    )
+    for name in y0:
+        np.testing.assert_allclose(got[name], wanted[name], rtol=1e-6)

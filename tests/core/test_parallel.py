@@ -286,6 +286,43 @@ def test_a_step_that_sums_over_devices_within_a_shard_map(checked):
     np.testing.assert_allclose(a, whole, rtol=1e-10)  # on one device
 
 
+def looped(y, w):
+    return lax.fori_loop(0, 3, lambda i, y: y + jnp.tanh(y @ w @ w.T), y)
+
+
+def until(y, w):
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, looped(c[1], w)), (0, y))[1]
+
+
+LAYERS_OF_PROGRAMS = {
+    "scan": looped,
+    "while": until,
+    "switch": lambda y, w: lax.cond(w[0, 0] > 0, looped, lambda y, w: jnp.sin(y), y, w),
+    "checkpoint": jax.checkpoint(looped),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS_OF_PROGRAMS)
+def test_a_layer_with_programs_within_it_within_a_shard_map(name):
+    """The batch is divided, and the weights are not: within a solve both differ between devices."""
+    layer, spec = LAYERS_OF_PROGRAMS[name], PartitionSpec
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
+
+    def network(w, x):
+        return lax.scan(lambda y, w: (y + 0.1 * layer(y, w), None), x, w)[0]
+
+    four = np.concatenate([X, X])[:4]
+    results = {}
+    for kind, f in {"solved": lp_jax.parallel(network, solver=EXACT), "plain": network}.items():
+        options = {"mesh": mesh, "in_specs": (spec(), spec("batch")), "out_specs": spec("batch")}
+        spread = jax.jit(jax.shard_map(f, **options))
+        results[kind] = [spread(W, four)]
+        if name != "while":  # has no gradient
+            results[kind].append(jax.jit(jax.grad(lambda w, f=spread: total(f(w, four))))(W))
+    for a, b in zip(*results.values(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_layer_with_a_sharding_constraint(inside):
     """Layers over one axis of a mesh, the batch over another; also inside ``jax.set_mesh``."""

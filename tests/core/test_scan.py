@@ -283,17 +283,19 @@ WEAK = {
     "one carry stays": lambda c, x: ((c[0] + x, c[1] * x, 0.5 * c[2]), x),
     "two inputs meet late": lambda c, x: ((c[0] * x, c[0], c[1]), x),
     "round about": lambda c, x: ((c[1] + 1, c[2], c[0] + x), x),
+    "a clock": lambda c, x: ((c[0] + 0.1, c[1] + c[0] * x, c[2] * 0.5), c[0] * x),
 }
 
 
 @pytest.mark.parametrize("name", WEAK)
 def test_weak_types_are_taken_and_refused_alike(name):
-    """Python numbers in the carry take their dtype from the body, once."""
+    """Python numbers in the carry take their dtype from the body, once, or stay weakly typed there and afterwards."""
     xs = jnp.ones(4, jnp.float16)
 
     def dtypes(scan):
         try:
-            return [x.dtype for x in jax.tree.leaves(scan(WEAK[name], (0.0, 0.0, 0.0), xs))]
+            carry, ys = scan(WEAK[name], (0.0, 0.0, 0.0), xs)
+            return [ys.dtype, *((x.dtype, x.weak_type) for x in carry)]
         except TypeError as error:
             return re.findall(r"float\d+\[\]", str(error))
 

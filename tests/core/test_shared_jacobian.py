@@ -183,3 +183,15 @@ def test_another_step_that_is_none_is_refused():
     problem = lp_jax.scanned(lambda h, x: (0.5 * jnp.tanh(h + x), None), y0, jnp.asarray(inputs()))
     with pytest.raises(TypeError, match=r"a scan's body belongs to lp_jax\.scan"):
         problem.solve(solver=lp_jax.Newton(batch_axes=1, jacobian_of=lambda h, x: (h + x, None)))
+
+
+def test_a_batch_of_one_example():
+    """The gradient of a layer's own weights contracts the axis of the examples, here of length 1."""
+    problem = lp_jax.Problem(
+        lambda y, layer: y + layer.dt * jnp.tanh(y @ layer.params),
+        jnp.ones((6, 1, 1)),
+        jnp.ones((1, 1)),
+    )
+    solver = lp_jax.Newton(jacobian="shared", iterations=6)
+    got, wanted = (problem.solve(solver=s).y1 for s in (solver, lp_jax.Serial()))
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)

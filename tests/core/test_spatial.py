@@ -176,3 +176,26 @@ def test_coarse_convolutions_run_on_a_share_of_the_points():
     assert points(None) == {level: {(9, 5)} for level in range(3)}
     assert points(pair(2)) == {0: {(9, 5)}, 1: {(5, 3)}, 2: {(3, 2)}}
     assert points((None, pair(2))) == {0: {(9, 5)}, 1: {(9, 5)}, 2: {(5, 3)}}
+
+
+def test_a_step_may_close_over_other_values_for_another_shape_of_the_state():
+    """A level of both solvers has two shapes, if only one of them coarsens in space."""
+    params, y0 = jnp.linspace(0.5, 1, 16), jnp.linspace(-1, 1, 16).reshape(2, 8)
+    halve = lambda u: (u[:, ::2] + u[:, 1::2]) / 2, lambda v: jnp.repeat(v, 2, axis=1)
+    plain = lp_jax.MGRIT(coarsening=2, levels=2, iterations=2)
+    solvers = lp_jax.MGRIT(coarsening=2, levels=2, iterations=2, spatial=halve), plain
+
+    def gradient(scale, forward, adjoint):
+        def step(y, layer):
+            scaled = scale * y if y.shape[1] == 8 else y
+            return y + layer.dt * jnp.tanh(layer.params * scaled)
+
+        def loss(params):
+            options = {"solver": forward, "adjoint_solver": adjoint}
+            return jnp.sum(lp_jax.solve(step, params, y0, **options).y1 ** 2)
+
+        return jax.grad(loss)(params)
+
+    for pair in (solvers, solvers[::-1]):
+        traced = jax.jit(gradient, static_argnums=(1, 2))(1.5, *pair)  # the scale is a traced value
+        np.testing.assert_allclose(traced, gradient(1.5, *pair), rtol=1e-13, atol=1e-15)

@@ -173,3 +173,21 @@ def test_the_same_numbers_where_devices_hold_no_layer():
     for a, b in ((one.stats, several.stats), (stats, others)):
         assert int(a.iterations) == int(b.iterations)
         np.testing.assert_allclose(a.residual_norms, b.residual_norms, rtol=1e-6, atol=1e-12)
+
+
+def test_an_adjoint_from_zeros_has_no_residual_on_slots_beyond_the_last_layer():
+    """Three windows of 5 layers take 6 slots. The system is linear, so that its norms do not depend on the forward solver."""
+
+    def norms(solver):
+        _, pullback = lp_jax.solve_vjp(
+            lambda y, layer: y + layer.dt * layer.params * y,
+            jnp.ones(5),
+            jnp.ones(()),
+            solver=solver,
+            adjoint_solver=lp_jax.Picard(sweeps=2),
+            guess="zeros",
+        )
+        return pullback(jnp.ones(()))[1].residual_norms
+
+    padded, whole = norms(lp_jax.Windowed(windows=3, sweeps=2)), norms(lp_jax.Picard(sweeps=2))
+    np.testing.assert_allclose(padded, whole, rtol=1e-6)

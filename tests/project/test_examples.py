@@ -67,16 +67,19 @@ def losses(folder):
     return {row["step"]: row["loss"] for row in rows}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
-def test_ranks_end_together_and_one_rank_goes_on_to_the_same_numbers(number, tmp_path):
-    """SIGTERM at one of two ranks ends both after the same step, which is saved; of a killed one the last checkpoint counts."""
-    sizes = ["--layers", "8", "--width", "4", "--batch", "200"]
-    folder, whole = tmp_path / "ranks", tmp_path / "whole"
-    job = launch.start_ranks(2, FOLDER / "ranks.py", "--folder", folder, "--epochs", "2000", *sizes)
+def saved(folder):
+    """The step of the last checkpoint; 0 before the first one."""
+    names = [each.name for each in (folder / "checkpoints").glob("*")]
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def interrupted(folder, number):
+    """Train on two ranks until two more checkpoints are there, send a signal to one of them, and return what they printed."""
+    begin = saved(folder)
+    job = launch.start_ranks(2, FOLDER / "ranks.py", "--folder", folder, "--epochs", "2000", *SIZES)
     try:
         end = time.monotonic() + 120
-        while not (folder / "checkpoints" / "14").exists():
+        while saved(folder) < begin + 14:
             assert job.poll() is None and time.monotonic() < end
             time.sleep(0.05)
         *_, rank = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
@@ -84,16 +87,28 @@ def test_ranks_end_together_and_one_rank_goes_on_to_the_same_numbers(number, tmp
     finally:
         ended = launch.end(job, timeout=60)
     assert ended.code != 0, ended.output
-    saved = [int(each.name) for each in (folder / "checkpoints").iterdir() if each.name.isdigit()]
-    step = max(saved)
-    if number == signal.SIGTERM:
-        assert f"SIGTERM: stopped after step {step}; saved to" in ended.output
-        assert list(losses(folder)) == list(range(1, step + 1))
+    return ended.output
 
+
+SIZES = ["--layers", "8", "--width", "4", "--batch", "200"]  # seven steps in an epoch
+
+
+@pytest.mark.slow
+def test_ranks_end_together_and_go_on_to_the_same_numbers(tmp_path):
+    """SIGTERM at one of two ranks ends both after the same step, which is saved; of a killed one the last checkpoint counts."""
+    folder, whole = tmp_path / "ranks", tmp_path / "whole"
+    said = interrupted(folder, signal.SIGTERM)
+    step = saved(folder)
+    assert f"SIGTERM: stopped after step {step}; saved to" in said
+    assert list(losses(folder)) == list(range(1, step + 1))
+
+    assert f"going on after step {step}" in interrupted(folder, signal.SIGKILL)
+    step = saved(folder)
     epochs = ["--epochs", str(step // 7 + 2)]
-    said = started("ranks", "--folder", folder, *epochs, *sizes, folder=tmp_path)
+    said = started("ranks", "--folder", folder, *epochs, *SIZES, folder=tmp_path)
     assert f"going on after step {step}" in said and "8 layers on 1 rank" in said
-    said = started("ranks", "--folder", whole, *epochs, *sizes, folder=tmp_path)
+
+    said = started("ranks", "--folder", whole, *epochs, *SIZES, folder=tmp_path)
     assert "going on" not in said
     found, wanted = losses(folder), losses(whole)
     assert list(found) == list(wanted) == list(range(1, 7 * (step // 7 + 2) + 1))

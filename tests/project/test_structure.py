@@ -251,7 +251,7 @@ def test_values_reach_other_workers_in_one_place():
         if called(node) in MESSAGES
         and name.startswith("lp_jax.")
         and name not in allowed
-        and (name, called(node)) != ("lp_jax._arrays._tree", "pcast")
+        and (name, called(node)) != ("lp_jax._arrays._jaxpr", "pcast")
     ]
     assert not found
 
