@@ -235,9 +235,7 @@ def solve(
         comm=comm,  # type: ignore[arg-type]
         has_aux=has_aux,
     )
-    return problem.solve(
-        solver=solver, adjoint_solver=adjoint_solver, guess=guess, adjoint_guess=adjoint_guess
-    )
+    return solve_traced(begin(problem, solver, adjoint_solver), guess, adjoint_guess)
 
 
 @_check.check_arguments

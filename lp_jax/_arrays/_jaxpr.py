@@ -7,7 +7,7 @@ breaks. Operations on numbers, such as ``add``, keep their names in the analyses
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,6 +151,18 @@ def exchanged_over(programs: Sequence[core.Jaxpr]) -> tuple[str, ...]:
     ]
     devices = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(filter(jax.tree.leaves(named).__contains__, devices))
+
+
+def opened_axes(program: core.Jaxpr) -> set[str]:
+    """Axes of meshes over which a program opens a ``shard_map``, or several."""
+    opened = (one.params for one in walk(program.eqns) if one.primitive.name == "shard_map")
+    return {axis for params in opened for axis in _manual_axes(params)}
+
+
+def _manual_axes(params: Mapping[str, Any]) -> Set[str]:
+    """The axes over which a ``shard_map`` is opened, of its parameters. jax 0.10.2 renamed them."""
+    axes: Set[str] = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
+    return axes
 
 
 # --- operations -----------------------------------------------------------------------------------------------------
@@ -416,7 +428,7 @@ def rerun(
             mesh=p["mesh"],
             in_specs=p["in_specs"],
             out_specs=[*p["out_specs"]],
-            axis_names=p["newly_manual_axes" if "newly_manual_axes" in p else "manual_axes"],
+            axis_names=_manual_axes(p),
             check_vma=p["check_vma"],
         )
         return jax.jit(spread)(*ins)  # outside of jit, JAX has no symbolic zeros within one

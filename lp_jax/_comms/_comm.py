@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
+from jax.extend import core
 
 from lp_jax._arrays._types import PyTree, Stacked
 from lp_jax._comms._workers import Local, Workers
@@ -87,6 +88,9 @@ class Comm(abc.ABC):
     def compared(self, tree: PyTree) -> PyTree:
         """Return the tree of ``y0`` and ``shared``. A comm may compare its numbers between the processes."""
         return tree
+
+    def check_step(self, program: core.Jaxpr) -> None:
+        """Refuse the program of a step that the workers cannot evaluate."""
 
     def adapt(
         self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import without_gradient
-from lp_jax._arrays._jaxpr import ALONE, varying_axes
+from lp_jax._arrays._jaxpr import ALONE, opened_axes, varying_axes
 from lp_jax._arrays._place import batch_with_place, retyped
 from lp_jax._arrays._types import PyTree, Stacked
 from lp_jax._comms import _wire
@@ -87,6 +87,14 @@ class MeshComm(Comm):
         if here.manual_axes and here.axis_names == names:
             return here
         return Mesh(self.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+    def check_step(self, program: core.Jaxpr) -> None:
+        if self.axis in opened_axes(program):
+            raise ValueError(
+                f"the step is itself spread over the axis {self.axis!r}, by a solve within it or "
+                f"by jax.shard_map, and comm={self} has the layers on that axis. Give the solve "
+                "within the step comm=None."
+            )
 
     def adapt(
         self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]

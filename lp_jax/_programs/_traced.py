@@ -276,6 +276,7 @@ class Tracing:
                     "scan's body belongs to lp_jax.scan(..., solver=Newton(jacobian_of=body))."
                 ) from error
             raise
+        problem.comm.check_step(closed.jaxpr)
         home = jax.sharding.get_abstract_mesh()
         types = *closed.in_avals, *map(jax.typeof, closed.consts)
         meshes = home, *(array.sharding.mesh for array in types)

@@ -382,7 +382,13 @@ def test_bad_meshes():
     def solve(params=params, y0=y0, comm=comm):
         return lp_jax.solve(dense_step, params, y0, comm=comm).y1
 
+    def within(y, layer):
+        return y + layer.dt * solve(y0=y)
+
     refused = {
+        r"itself spread over the axis 'a', by a solve within": lambda: lp_jax.solve(
+            within, jnp.ones(4), y0, comm=comm
+        ),
         r"no axis 'layers'; its axes are \('a', 'b'\)": lambda: lp_jax.MeshComm(mesh),
         "must be a jax": lambda: lp_jax.MeshComm(jax.devices()),
         "sequential": lambda: lp_jax.MeshComm(mesh, "a", sequential="both"),
