@@ -283,4 +283,4 @@ def test_the_package_does_not_grow():
     """
     sizes = house.sizes()
     assert sizes["tokens of code in lp_jax"] <= 135_250, sizes
-    assert sizes["tokens of code in the core"] <= 73_000, sizes
+    assert sizes["tokens of code in the core"] <= 73_040, sizes
