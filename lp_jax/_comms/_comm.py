@@ -89,7 +89,8 @@ class Comm(abc.ABC):
         """Return the tree of ``y0`` and ``shared``. A comm may compare its numbers between the processes."""
         return tree
 
-    def check_step(self, program: core.Jaxpr) -> None:  # noqa: B027 (most workers evaluate any step)
+    # Most workers evaluate any step, so this is empty and not abstract.
+    def check_step(self, program: core.Jaxpr) -> None:  # noqa: B027
         """Refuse the program of a step that the workers cannot evaluate."""
 
     def adapt(
