@@ -1,5 +1,6 @@
 """Pack trees into one message, and order operations by messages. No MPI here: arrays to arrays."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
+from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree
 
 
@@ -40,10 +42,19 @@ def _never(tree: PyTree) -> jax.Array:
 def depend(tree: PyTree, others: PyTree) -> PyTree:
     """Return the tree, made to depend on all ``others`` for JAX. XLA drops this, because it is a choice between equals."""
     arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
-    # Arrays of length 0 cost nothing, but JAX traces the dependence.
-    none = [x.reshape(-1)[:0] != x.reshape(-1)[:0] for x in arrays]
-    some = jnp.concatenate([jnp.zeros(0, bool), *none]).any()
+    # With the choice, XLA drops these sums over whole arrays, too.
+    some = functools.reduce(jnp.logical_or, [jnp.any(x != x) for x in arrays], jnp.asarray(False))
     return jax.tree.map(lambda x: jnp.where(some, x, x), tree)
+
+
+def batched_alike(out: PyTree, others: PyTree) -> PyTree:
+    """The outputs of a solve, of the inputs ``others``: `jax.vmap` gives a batch axis to all that have a gradient, or to none.
+
+    An output without the axis, such as aux of time alone, has one cotangent for the whole batch. JAX's ``custom_vjp`` adds that
+    up as often as there are examples, without a word before jax 0.12, which refuses it.
+    """
+    leaves, combine = _tree.partition(out)
+    return combine(depend(leaves, others)) if len(leaves) > 1 else out
 
 
 def apply_by_dtype(tree: PyTree, f: Callable[[jax.Array], jax.Array]) -> PyTree:

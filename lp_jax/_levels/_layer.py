@@ -121,9 +121,8 @@ def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
     try:
         # A rule that needs a value of its own trace leaves a tracer among the constants of the transposed program.
         return closes_over_tracers(jax.make_jaxpr(transpose)(*jax.tree.leaves(arguments)))
-    except (
-        Exception
-    ):  # a rule may raise anything, as it is a user's code that sees values of another trace
+    # A rule is a user's code that sees values of another trace, so it may raise anything.
+    except Exception:
         return True
 
 

@@ -12,8 +12,10 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._gradient import without_gradient
+from lp_jax._arrays._jaxpr import has_rule, walk
 from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, State
 from lp_jax._arrays._weak import weakly
+from lp_jax._comms import _wire
 from lp_jax._comms._workers import Workers
 from lp_jax._levels._chain import Chain, pad_slices
 from lp_jax._levels._layer import Traced
@@ -191,8 +193,12 @@ class Program:
 
     def _jit(self, run: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         # The jitted function holds a copy, because a reference from the program to itself would be a cycle.
-        own = dataclasses.replace(self)
-        return jax.jit(functools.partial(run, own), inline=self.workers.rows[0] == 0, **options)
+        run = functools.partial(run, dataclasses.replace(self))
+        hoisted = (each.jaxpr.eqns for _, step in self.traced.steps for _, each in step.hoisted)
+        # A rule of the user's in a step that closes over traced values may do so, too, and then works in their trace only.
+        if self.scan and any(has_rule(equation) for each in hoisted for equation in walk(each)):
+            return run
+        return jax.jit(run, inline=self.workers.rows[0] == 0, **options)
 
 
 def _scan(program: Program, arrays: Arrays) -> Output:
@@ -256,8 +262,10 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
     spread = program.slots(arrays.slices), workers.pad(arrays.guess, program.stride)
     (saved, aux), (y1, stats) = workers.map(body)(spread, (arrays.y0, arrays.shared, arrays.solver))
     report_stats("forward", arrays.solver, workers.layers, stats)
-    out = y1, workers.trim(aux), (stats, workers.trim(saved.c_points, program.stride))
-    return out, saved if keep else None
+    aux = workers.trim(aux)
+    if not program.final:  # `vjp` has a pullback of its own
+        y1, aux = _wire.batched_alike((y1, aux), arrays)
+    return (y1, aux, (stats, workers.trim(saved.c_points, program.stride))), saved if keep else None
 
 
 def _backward(

@@ -16,6 +16,7 @@ from jax import lax
 from lp_jax._arrays import _tree
 from lp_jax._arrays._place import placed_here
 from lp_jax._arrays._types import Arrays, PyTree, Slices, Stacked, State
+from lp_jax._comms import _wire
 from lp_jax._comms._workers import one_after_another
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._layer import Linearised
@@ -241,7 +242,7 @@ def forward(program: Any, arrays: Arrays, *, keep: bool) -> tuple[PyTree, Kept |
     # Each microbatch is a solve of its own, with its own stats.
     stats = _tree.repeat(stats, _tree.leading(y1))
     aux, states = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), workers.trim(out))
-    whole = y1, aux, (stats, states)
+    whole = *_wire.batched_alike((y1, aux), arrays), (stats, states)
     return (whole if program.mapped else jax.tree.map(lambda x: x[0], whole)), kept
 
 

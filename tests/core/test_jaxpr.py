@@ -1,4 +1,4 @@
-"""What lp_jax assumes of the programs that JAX writes, one assumption a test.
+"""Assumptions of lp_jax on the programs that JAX writes, one in each test.
 
 A failure says in words which assumption broke, and what it would make wrong. `lp_jax._arrays._jaxpr` is the place to mend.
 """

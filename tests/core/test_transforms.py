@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
+from jax import export, lax
 from problems import relative_error
 from products import layer
 
@@ -263,3 +263,74 @@ def test_a_rule_within_the_step_may_use_values_of_the_step(rule):
     cycles = lp_jax.MGRIT(iterations=8, coarse_step=inject, at_once=1)
     for solver in (cycles, lp_jax.Picard(sweeps=16, storage="states", at_once=1)):
         np.testing.assert_allclose(gradient(ruled, solver), exact, rtol=1e-10)
+
+
+# JAX itself refuses such a rule in a scan within a checkpoint, so checkpoints are left out.
+@pytest.mark.parametrize("solver", [None, Serial(), *ITERATIVE.values()], ids=str)
+def test_a_forward_rule_may_use_values_of_the_caller_s_trace(solver):
+    """As in ``lax.scan``, which is the truth; the rule has another derivative than the function, so that one sees its use."""
+
+    def scaled(scale):
+        f = jax.custom_jvp(lambda y: jnp.tanh(scale * y))
+        f.defjvp(lambda y, t: (f(*y), 2 * scale * t[0]))
+        return f
+
+    def solved(params, scale):
+        f = scaled(lax.stop_gradient(scale))
+        found = lp_jax.solve(
+            lambda y, layer: y + layer.dt * f(layer.params * y), params, Y0, solver=solver
+        )
+        return found.y1.sum()
+
+    def scanned(params, scale):
+        f = scaled(lax.stop_gradient(scale))
+        return lax.scan(lambda y, w: (y + f(w * y) / 8, None), Y0, params)[0].sum()
+
+    for of in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        found, wanted = (of(f)(PARAMS[:, 0], 0.1) for f in (solved, scanned))
+        np.testing.assert_allclose(found, wanted, rtol=1e-10)  # of iterations to the last digits
+
+
+def through_time(y, layer):
+    return y + layer.dt * jnp.tanh(layer.params * y) * jnp.cos(layer.t), layer.t**2
+
+
+def through_weights(y, layer):
+    a, b = y
+    return (a + layer.dt * jnp.sin(layer.params * a), b * jnp.cos(layer.params)), None
+
+
+APART = {
+    "aux": (through_time, jnp.ones(2)),
+    "a leaf": (through_weights, (jnp.ones(2), jnp.ones(3))),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("solver", [None, *ALL.values()], ids=["default", *ALL])
+def test_what_all_examples_share_counts_once(name, solver, devices):
+    """Outputs that do not depend on what is batched have one cotangent for the batch; the truth is a loop over the examples."""
+    step, y0 = APART[name]
+    comm = jax.make_mesh((4,), ("layers",), devices=jax.devices()[:4]) if devices == 4 else None
+    scales = jnp.asarray([1.0, 0.5, 0.25])
+
+    def one(times, params, scale):
+        # only the first leaf of the state is batched
+        leaves, structure = jax.tree.flatten(y0)
+        start = jax.tree.unflatten(structure, [scale * leaves[0], *leaves[1:]])
+        options = {"t1": times, "has_aux": True, "comm": comm, "solver": solver}
+        found = lp_jax.solve(step, params, start, **options)
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves((found.y1, found.aux)))
+
+    def at_once(times, params):
+        return jax.vmap(functools.partial(one, times, params))(scales).sum()
+
+    def in_turn(times, params):
+        return sum(one(times, params, scale) for scale in scales)
+
+    operands = jnp.linspace(0.0, 1.0, 9) ** 1.5, jnp.linspace(0.2, 0.9, 8)
+    found, wanted = (jax.jit(jax.grad(f, argnums=(0, 1)))(*operands) for f in (at_once, in_turn))
+    for a, b in zip(found, wanted, strict=True):
+        # another order of sums; iterations to a tolerance leave 1e-14
+        np.testing.assert_allclose(a, b, rtol=1e-11)
