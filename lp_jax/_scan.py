@@ -11,6 +11,7 @@ from jax import lax
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._jaxpr import following, varying_axes
+from lp_jax._arrays._place import gathered
 from lp_jax._arrays._types import CPoints, Layer, PyTree, Stacked, State
 from lp_jax._comms._comm import Comm
 from lp_jax._comms._mesh import same_over
@@ -233,7 +234,9 @@ def started(body: Body, init: PyTree, xs: Stacked, length: Any) -> tuple[PyTree,
             )
     # lists of leaves, as classes of others may convert what they hold
     kinds = jax.eval_shape(
-        lambda init, xs: jax.tree.leaves(_tree.scan(body, init, xs, length)[0]), init, xs
+        lambda init, xs: jax.tree.leaves(_tree.scan(body, init, xs, length)[0]),
+        init,
+        jax.tree.map(gathered, xs),
     )
     leaves, structure = jax.tree.flatten(init)
     pairs = zip(leaves, kinds, strict=True)  # keys have no astype

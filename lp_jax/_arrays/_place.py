@@ -95,6 +95,14 @@ def nowhere(x: Any) -> NamedSharding:
     return NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*[None] * x.ndim))
 
 
+def gathered(x: Any) -> Any:
+    """The type of an array whose first axis is on no axis of a mesh, as JAX wants those that it scans over."""
+    kind = jax.typeof(x)
+    place = kind.sharding
+    spec = PartitionSpec(None, *place.spec[1:])
+    return kind.update(sharding=NamedSharding(place.mesh, spec))
+
+
 def retyped(x: Any, place: NamedSharding) -> Any:
     """The array, with another place in its type."""
     now = jax.typeof(x).sharding

@@ -1,6 +1,7 @@
 """Layers over the devices of a mesh: the numbers do not depend on how many there are, and little crosses between them."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import math
@@ -423,3 +424,30 @@ def test_a_device_without_layers_does_not_disturb_a_learned_slope():
         return gradients.params, (gradients.y0, solution.stats, stats)
 
     assert_same(run(mesh(4)), run(None))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "in set_mesh"])
+def test_a_scan_takes_layers_that_lie_on_their_devices(kind, inside):
+    """JAX's scan refuses to scan over an axis that is spread by its type, so the truth is that of arrays on one device."""
+    layers = jax.make_mesh((4, 2), ("layers", "data"), axis_types=(kind,) * 2)
+    weights = jnp.linspace(0.5, 1.0, 8)
+    spread = jax.device_put(weights, NamedSharding(layers, PartitionSpec("layers")))
+
+    def loss(scan, weights):
+        def body(y, w):
+            return y + 0.1 * jnp.tanh(w * y), jnp.sum(y)
+
+        last, sums = scan(body, jnp.asarray([1.0, -0.5]), weights)
+        return jnp.sum(last) + jnp.sum(sums)
+
+    def gradient(sweeps):
+        scan = functools.partial(lp_jax.scan, solver=lp_jax.Picard(sweeps=sweeps), comm=layers)
+        return jax.jit(jax.grad(functools.partial(loss, scan)))(spread)
+
+    wanted = jax.grad(functools.partial(loss, jax.lax.scan))(weights)
+    with jax.set_mesh(layers) if inside else contextlib.nullcontext():
+        once, exact, again = map(jax.device_get, map(gradient, (1, 8, 8)))
+    np.testing.assert_allclose(exact, wanted, rtol=1e-14)
+    np.testing.assert_array_equal(exact, again)
+    assert np.abs(once - wanted).max() > 1e-3
