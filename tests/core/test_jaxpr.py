@@ -524,7 +524,7 @@ def test_the_order_of_the_arrays_of_a_pullback_does_not_matter():
     for linearised in (LINEARISED, other):
         u, (x,), (shared,) = linearised.transpose(*OPERANDS, kept, X, [sources])
         for a, b in zip((u, x, shared), wanted((X, sources)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-13)
+            np.testing.assert_allclose(a, b, rtol=1e-13)  # the compiler's order of sums
     # The kept arrays are used, and nothing that depends on the state is computed again.
     moved = X + 1, *OPERANDS[1:]
     np.testing.assert_allclose(

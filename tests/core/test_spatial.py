@@ -198,4 +198,5 @@ def test_a_step_may_close_over_other_values_for_another_shape_of_the_state():
 
     for pair in (solvers, solvers[::-1]):
         traced = jax.jit(gradient, static_argnums=(1, 2))(1.5, *pair)  # the scale is a traced value
+        # jitted and not, the compiler sums in two orders
         np.testing.assert_allclose(traced, gradient(1.5, *pair), rtol=1e-13, atol=1e-15)
