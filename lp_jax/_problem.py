@@ -7,15 +7,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.interpreters import ad
+from jax.sharding import PartitionSpec
 
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._gradient import reverse_only, without_gradient
-from lp_jax._arrays._place import NO_MESH
-from lp_jax._arrays._types import Arrays, CPoints, PyTree, Stacked, State, Step, Times
+from lp_jax._arrays._types import Arrays, CPoints, PyTree, Slices, Stacked, State, Step, Times
 from lp_jax._comms import _wire
-from lp_jax._comms._comm import Comm, OneDevice
+from lp_jax._comms._comm import Comm
 from lp_jax._levels._level import Level
 from lp_jax._programs import _inputs
 from lp_jax._programs._asked import Piping, asked
@@ -23,6 +22,7 @@ from lp_jax._programs._program import Output, Program, seen_of
 from lp_jax._programs._relay import Mapped
 from lp_jax._programs._traced import Tracing, begin, prepare, trace
 from lp_jax._solution import Solution
+from lp_jax._solvers._serial import no_stats
 from lp_jax._solvers._solver import Solver, Stats
 
 SOLVED = "lp_jax.solve"  # scope of the operations of a solve
@@ -85,53 +85,67 @@ class Problem(_inputs.Network):
         adjoint_guess: CPoints | None = None,
     ) -> tuple[Solution, Callable[..., tuple[Gradients, Stats]]]:
         """Return the `Solution` and its pullback, as `lp_jax.solve_vjp` does; the arguments are the same."""
-        here = jax.sharding.get_abstract_mesh()
-        explicit = self.comm != OneDevice() and here.explicit_axes
-        if explicit and jax.__version_info__ >= (0, 11):
-            raise ValueError(
-                "solve_vjp inside jax.set_mesh with explicit axes works with jax 0.10 only. Call "
-                "it outside of it, on the same arrays; or take jax.vjp of lp_jax.solve."
+        tracing = begin(self, solver, adjoint_solver)
+        program, arrays = prepare(tracing, guess, adjoint_guess)
+        # A relay does not return the cotangents at which it ended.
+        program = dataclasses.replace(program, relay="", final=True)
+        solved = self.comm.adapt(program, arrays, functools.partial(_partitions, program, arrays))
+
+        def run(
+            own: tuple[Slices, State, PyTree], ended: PyTree
+        ) -> tuple[tuple[State, list[jax.Array]], tuple[PyTree, PyTree]]:
+            slices, y0, shared = own
+            y1, aux, rest = solved(
+                arrays._replace(slices=slices, y0=y0, shared=shared, ended=ended)
             )
-        # Within the solve no array's type holds a sharding, so the results get shardings as those of `solve` have.
-        outside = functools.partial(jax.sharding.use_abstract_mesh, NO_MESH if explicit else here)
+            # Only the inexact leaves of aux have cotangents.
+            return (y1, _tree.partition(aux)[0]), (aux, rest)
 
-        def put(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-            return jax.sharding.reshard(x, NamedSharding(here, spec)) if explicit else x
-
-        with outside():
-            tracing = begin(self, solver, adjoint_solver)
-            program, arrays = prepare(tracing, guess, adjoint_guess)
-            out, pull = program.vjp(arrays)
-        if explicit:
-            out = jax.tree.map(put, out, _partitions(program, arrays))
-        y1, aux, rest = out
+        own = arrays.slices, arrays.y0, arrays.shared
+        ended = None if program.scan else _tree.varying(_ended(program, arrays), own)
+        (y1, emitted), pull, (aux, (stats, trajectory)) = jax.vjp(run, own, ended, has_aux=True)
 
         def pullback(y1_cotangent: State, aux_cotangent: PyTree = None) -> tuple[Gradients, Stats]:
-            cotangents = y1_cotangent, seen_of(aux, aux_cotangent)
+            seen = seen_of(aux, aux_cotangent) or [None] * len(emitted)
             # Within a user's shard_map cotangents must vary over the same axes as their primals.
-            with outside():
-                gradient, stats = pull(*_tree.varying(cotangents, y1))
-            stats = jax.tree.map(lambda x: put(x, PartitionSpec()), stats)
-            arguments = (self.params, self.y0, self.shared, self.data)
-            slices = gradient.slices
-            gradients = jax.tree.map(
-                lambda x, cotangent: (
-                    # JAX's cotangent of an integer or a key is a zero of dtype float0.
-                    np.zeros(jnp.shape(x), jax.dtypes.float0)
-                    if cotangent is None
-                    else put(cotangent, _spec(x))
-                ),
-                arguments,
-                (slices.params, gradient.y0, gradient.shared[0], slices.data),
-            )
+            cotangent, seen = _tree.varying((y1_cotangent, seen), y1)
+            # A zero of JAX that is no array lets the adjoint solve leave its source out.
+            of_aux = [
+                ad.Zero(jax.typeof(x)) if a is None else _placed(a, x)
+                for x, a in zip(emitted, seen, strict=True)
+            ]
+            (slices, y0, shared), ended = pull((jax.tree.map(_placed, cotangent, y1), of_aux))
             # An argument that is the same on all devices has one gradient, the sum over them.
-            params, y0, shared, data = _tree.sum_like(gradients, arguments)
-            last = gradient.adjoint_guess
-            if last is not None:
-                last = jax.tree.map(lambda x, y: put(x, PartitionSpec(None, *_spec(y))), last, y1)
+            params, y0, shared, data = _tree.sum_like(
+                (slices.params, y0, shared[0], slices.data),
+                (self.params, self.y0, self.shared, self.data),
+            )
+            if ended is None:
+                return Gradients(params, y0, shared, data), no_stats(cotangent, program.done)
+            # Gradients are floating-point numbers, so the stats come as such.
+            (iterations, norms, result), last = ended
+            stats = Stats(iterations.astype(jnp.int32), norms, result.astype(jnp.int32))
             return Gradients(params, y0, shared, data, last), stats
 
-        return Solution(y1, *rest, aux), pullback
+        return Solution(y1, stats, trajectory, aux), pullback
+
+
+def _placed(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The array where ``like`` is, if types hold places."""
+    if not _tree.explicit(like):
+        return x
+    if isinstance(like, jax.core.Tracer):
+        return jax.sharding.reshard(x, jax.typeof(like).sharding)
+    return jax.device_put(x, like.sharding)
+
+
+def _ended(program: Program, arrays: Arrays) -> tuple[Stats, CPoints]:
+    """Zeros like the stats of the adjoint solve, as floating-point numbers, and like its C-points."""
+    y0, dtype = arrays.y0, _tree.real_dtype(arrays.y0, at_least=jnp.float32)
+    none = jnp.zeros((), dtype)
+    intervals = -(-program.workers.rows[0] // program.adjoint_stride)
+    norms = jnp.zeros((arrays.adjoint_solver.iterations,), dtype)
+    return Stats(none, norms, none), _tree.zeros_like(_tree.repeat(y0, intervals))
 
 
 def solve_traced(
@@ -261,7 +275,7 @@ def solve_vjp(
         device). Values that ``step`` closes over get no gradient here.
 
     Raises:
-        ValueError: as `solve`; and, from jax 0.11 on, over a mesh inside ``jax.set_mesh`` with explicit axes.
+        ValueError: as `solve`.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax

@@ -86,6 +86,8 @@ class Arrays(NamedTuple):
     adjoint_guess: CPoints | None = None
     # its gradient counts how solves ended; None where no count is wanted
     watch: jax.Array | None = None
+    # zeros whose gradient is how the adjoint solve ended, its stats and its C-points; None where that is not wanted
+    ended: PyTree = None
 
 
 Times = ArrayLike | Sequence[float]  # a time, or increasing times

@@ -99,27 +99,27 @@ class MeshComm(Comm):
     def adapt(
         self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]
     ) -> Callable[[PyTree], PyTree]:
-        explicit = self.mesh.explicit_axes
-        meshes = [
-            jax.sharding.get_abstract_mesh(),
-            *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)),
-        ]
+        explicit, here = self.mesh.explicit_axes, jax.sharding.get_abstract_mesh()
+        meshes = here, *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
         # Without explicit axes in any type, the program needs no conversion.
         if not explicit or not any(mesh.explicit_axes for mesh in meshes):
             return program
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
         # The shardings are flattened, because the cache below needs arguments that can be hashed.
         leaves, structure = jax.tree.flatten(
             jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs())
         )
         automatic = _with_automatic_axes(program, explicit, tuple(leaves), structure)
-        return lambda arrays: automatic(
-            jax.tree.map(
-                # Arrays whose type has no mesh get the type of arrays that are on every device of it.
-                lambda x: _resharded(x, everywhere) if jax.typeof(x).sharding.mesh.empty else x,
-                arrays,
-            )
-        )
+
+        def placed(x: jax.Array) -> jax.Array:
+            place = jax.typeof(x).sharding
+            # Arrays whose type has no mesh get the type of arrays that are on every device of it.
+            spec = PartitionSpec() if place.mesh.empty else place.spec
+            # Inside of jax.set_mesh, cotangents that JAX computes without jit must come back from the automatic mesh.
+            if place.mesh.empty or here == self.mesh.abstract_mesh:
+                x = _resharded(x, NamedSharding(self.mesh, spec))
+            return x
+
+        return lambda arrays: automatic(jax.tree.map(placed, arrays))
 
     def place(
         self, layers: int, solvers: Sequence[Unit], operands: Operands, inside: bool = False
@@ -241,12 +241,20 @@ class MeshComm(Comm):
 
 
 def _resharded(x: jax.Array, place: NamedSharding) -> jax.Array:
-    """Reshard an array whose type has no mesh. Its cotangent stays where it is, as JAX cannot reshard to no mesh."""
+    """Reshard an array, whose type may have no mesh."""
     return _reshard.bind(x, place=place)
 
 
-# `jax.sharding.reshard` has no transpose to an array whose type has no mesh. This primitive has one: the cotangent only
-# gets the type of the primal.
+def _transposed(
+    cotangent: jax.Array, x: ad.UndefinedPrimal, place: NamedSharding
+) -> list[jax.Array]:
+    """The cotangent: inside of `jax.set_mesh` on its mesh, as JAX has it there, and elsewhere of the type of ``x``."""
+    if jax.sharding.get_abstract_mesh() == place.mesh.abstract_mesh:
+        return [_resharded(cotangent, place)]
+    return [retyped(cotangent, x.aval.sharding)]
+
+
+# `jax.sharding.reshard` has no transpose to an array whose type has no mesh. This primitive has one.
 _reshard = core.Primitive("reshard_unplaced")
 _reshard.def_impl(lambda x, place: jax.device_put(x, place))
 _reshard.def_abstract_eval(
@@ -256,7 +264,7 @@ mlir.register_lowering(
     _reshard,
     mlir.lower_fun(lambda x, place: jax.sharding.reshard(x, place), multiple_results=False),
 )
-ad.deflinear2(_reshard, lambda cotangent, x, place: [retyped(cotangent, x.aval.sharding)])
+ad.deflinear2(_reshard, _transposed)
 batching.primitive_batchers[_reshard] = functools.partial(batch_with_place, _resharded)
 
 

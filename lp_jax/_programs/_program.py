@@ -30,7 +30,6 @@ from lp_jax._solvers._solver import Solver, Stats, iterate
 
 # the state after the last layer and aux, both differentiable; and the rest of a `Solution`
 Output = tuple[State, PyTree, tuple[Stats, CPoints]]
-Pullback = Callable[[State, AuxCotangents], tuple[Arrays, Stats]]
 
 _NO_AXIS = (
     "In a gradient taken outside of a vmap, JAX does not know its axis name in a solve. Solve what "
@@ -109,34 +108,17 @@ class Program:
                 gradient = without_gradient(gradient, _TWICE)
             # The results of both solves leave the backward pass as the cotangent of `watch`, because it has no other output.
             watch = None if arrays.watch is None else counts_of(result, stats.result)
-            return (gradient._replace(watch=watch),)
+            last, ended = gradient.adjoint_guess, None
+            if arrays.ended is not None:
+                # Within a user's shard_map they must vary over the same axes as the zeros.
+                ended = _tree.varying((_tree.narrow(stats, arrays.ended[0]), last), arrays.ended)
+            if arrays.adjoint_guess is None:
+                last = None
+            return (gradient._replace(adjoint_guess=last, watch=watch, ended=ended),)
 
         # Symbolic zeros tell which outputs the loss uses; without them all cotangents would be arrays of zeros.
         solve.defvjp(fwd, bwd, symbolic_zeros=True)
         return solve(arrays)
-
-    def vjp(self, arrays: Arrays) -> tuple[Output, Pullback]:
-        """Solve, and return the pullback, which also returns the stats of the adjoint solve."""
-        if not self.scan:
-            # The caller wants the final cotangents, which a relay does not return.
-            own = dataclasses.replace(self, relay="", final=True).canonical
-            out, saved = own.forward(arrays, keep=True)
-            return out, functools.partial(own.backward, arrays, saved)
-
-        # For a scan the pullback is JAX's own. Only the inexact leaves of aux have cotangents; the rest is passed along as aux.
-        def run(
-            slices: Slices, y0: State, shared: PyTree
-        ) -> tuple[tuple[State, list[jax.Array]], Output]:
-            out = self(arrays._replace(slices=slices, y0=y0, shared=shared))
-            return (out[0], _tree.partition(out[1])[0]), out
-
-        (_, aux), pull, out = jax.vjp(run, *arrays[:3], has_aux=True)
-
-        def pullback(cotangent: State, seen: AuxCotangents) -> tuple[Arrays, Stats]:
-            of_aux = list(map(_or_zeros, seen or [None] * len(aux), aux))
-            return Arrays(*pull((cotangent, of_aux))), no_stats(cotangent, self.done)
-
-        return out, pullback
 
     def chain(self, slices: Slices, y0: State, shared: PyTree, *others: PyTree) -> Chain:
         """The chain of these layers, all of them or those of one worker. ``others`` are the other arrays of the solve."""
@@ -262,9 +244,7 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
     spread = program.slots(arrays.slices), workers.pad(arrays.guess, program.stride)
     (saved, aux), (y1, stats) = workers.map(body)(spread, (arrays.y0, arrays.shared, arrays.solver))
     report_stats("forward", arrays.solver, workers.layers, stats)
-    aux = workers.trim(aux)
-    if not program.final:  # `vjp` has a pullback of its own
-        y1, aux = _wire.batched_alike((y1, aux), arrays)
+    y1, aux = _wire.batched_alike((y1, workers.trim(aux)), arrays)
     return (y1, aux, (stats, workers.trim(saved.c_points, program.stride))), saved if keep else None
 
 
@@ -309,12 +289,8 @@ def _backward(
     return gradient, stats._replace(result=program.code_of(stats.result))
 
 
-def _or_zeros(cotangent: jax.Array | SymbolicZero | None, like: jax.Array) -> jax.Array:
-    return (
-        jnp.zeros_like(like)
-        if cotangent is None or isinstance(cotangent, SymbolicZero)
-        else cotangent
-    )
+def _or_zeros(cotangent: jax.Array | SymbolicZero, like: jax.Array) -> jax.Array:
+    return jnp.zeros_like(like) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def seen_of(aux: PyTree, cotangents: PyTree) -> AuxCotangents:

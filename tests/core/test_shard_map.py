@@ -115,11 +115,8 @@ def test_outputs_have_a_place_and_the_pullback_takes_arrays_that_have_one():
 
     wanted, got = pulled(np.asarray(params), Y0, comm=None), pulled(params, y0, comm=mesh)
     assert relative_error(jax.tree.leaves(got), jax.tree.leaves(wanted)) < 1e-13
-    newer = jax.__version_info__ >= (0, 11)
-    if newer:
-        with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"works with jax 0\.10 only"):
-            pulled(params, y0, comm=mesh)
-    for function in () if newer else (pulled, jax.jit(pulled, static_argnames="comm")):
+    assert jax.typeof(got[0]).sharding.spec == PartitionSpec("data", None)
+    for function in (pulled, jax.jit(pulled, static_argnames="comm")):
         with jax.set_mesh(mesh):
             inside = function(params, y0, comm=mesh)
             jax.tree.map(jnp.subtract, (params, y0), inside[2:])  # their places fit
@@ -264,3 +261,28 @@ def test_layers_may_be_spread_over_another_axis():
     refused = r"check_vma=True\) does not work.*each device has the gradient of its own share"
     with pytest.raises(ValueError, match=refused):
         copies(True)(WEIGHTS, Y)
+
+
+def test_a_gradient_inside_set_mesh_is_on_its_mesh_where_the_parameters_are_on_none():
+    """As JAX's own operations leave it there: an update of the parameters, with jit or without, needs one mesh."""
+    mesh = jax.make_mesh((4,), ("layers",), devices=jax.devices()[:4])
+
+    def step(y, layer):
+        return y + layer.dt * jnp.tanh(layer.params * y)
+
+    def loss(params, comm):
+        many = lp_jax.solve(step, params, Y0[0], comm=comm, solver=lp_jax.Picard()).y1.sum()
+        return many + lp_jax.solve(step, params[::-1], params[0]).y1.sum() + (params**2).sum()
+
+    def train(params, comm):
+        for _ in range(2):
+            params = params - 0.1 * jax.grad(loss)(params, comm)
+        return params
+
+    params = jnp.linspace(0.1, 0.9, 32).reshape(8, 4)
+    wanted = train(params, None)
+    for train_by in (train, jax.jit(train, static_argnames="comm")):
+        with jax.set_mesh(mesh):
+            found = train_by(params, comm=mesh)
+            assert jax.typeof(found).sharding.mesh == mesh.abstract_mesh
+        np.testing.assert_allclose(found, wanted, rtol=1e-13)

@@ -334,3 +334,43 @@ def test_what_all_examples_share_counts_once(name, solver, devices):
     for a, b in zip(found, wanted, strict=True):
         # another order of sums; iterations to a tolerance leave 1e-14
         np.testing.assert_allclose(a, b, rtol=1e-11)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_batch_of_pullbacks_says_how_each_adjoint_solve_ended(devices):
+    comm = jax.make_mesh((4,), ("layers",), devices=jax.devices()[:4]) if devices == 4 else None
+    times, params = jnp.linspace(0.0, 1.0, 9) ** 1.5, jnp.linspace(0.2, 0.9, 8)
+    options = {"t1": times, "has_aux": True, "comm": comm, "solver": lp_jax.Picard(rtol=1e-6)}
+
+    def one(scale, guess):
+        out, pullback = lp_jax.solve_vjp(
+            through_time, params, (1 + scale) * jnp.ones(2), adjoint_guess=guess, **options
+        )
+        return pullback(scale * out.y1, 2 * out.aux)
+
+    scales = jnp.asarray([1.0, 1e-3, 0.0])
+    guess = jnp.zeros((8, 2))
+    for start in (None, guess):
+        found = jax.jit(jax.vmap(lambda scale: one(scale, start)))(scales)  # noqa: B023
+        each = [one(scale, start) for scale in scales]
+        wanted = jax.tree.map(lambda *x: jnp.stack(x), *each)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), found, wanted)
+
+
+def test_what_all_examples_share_counts_once_beside_an_adjoint_guess():
+    """The gradient of a solve that starts its adjoint at a guess, whose cotangent is that at which it ended."""
+    times, params = jnp.linspace(0.0, 1.0, 9) ** 1.5, jnp.linspace(0.2, 0.9, 8)
+
+    def one(times, scale):
+        solver = lp_jax.Picard(sweeps=8)
+        options = {"t1": times, "has_aux": True, "solver": solver}
+        guess = jnp.zeros((8, 2))
+        found = lp_jax.solve(
+            through_time, params, scale * jnp.ones(2), adjoint_guess=guess, **options
+        )
+        return (found.y1**2).sum() + found.aux @ jnp.arange(8.0)
+
+    scales = jnp.asarray([1.0, 0.5, 0.25])
+    found = jax.grad(lambda t: jax.vmap(functools.partial(one, t))(scales).sum())(times)
+    wanted = jax.grad(lambda t: sum(one(t, scale) for scale in scales))(times)
+    np.testing.assert_allclose(found, wanted, rtol=1e-11)
