@@ -88,7 +88,7 @@ class Problem(_inputs.Network):
         tracing = begin(self, solver, adjoint_solver)
         program, arrays = prepare(tracing, guess, adjoint_guess)
         # A relay does not return the cotangents at which it ended.
-        program = dataclasses.replace(program, relay="", final=True)
+        program = dataclasses.replace(program, relay="")
         solved = self.comm.adapt(program, arrays, functools.partial(_partitions, program, arrays))
 
         def run(
@@ -120,12 +120,11 @@ class Problem(_inputs.Network):
                 (slices.params, y0, shared[0], slices.data),
                 (self.params, self.y0, self.shared, self.data),
             )
-            if ended is None:
-                return Gradients(params, y0, shared, data), no_stats(cotangent, program.done)
-            # Gradients are floating-point numbers, so the stats come as such.
-            (iterations, norms, result), last = ended
-            stats = Stats(iterations.astype(jnp.int32), norms, result.astype(jnp.int32))
-            return Gradients(params, y0, shared, data, last), stats
+            of_adjoint, last = no_stats(cotangent, program.done), None
+            if ended is not None:
+                # Gradients are floating-point numbers, so the stats come as such.
+                of_adjoint, last = _tree.narrow(ended[0], of_adjoint), ended[1]
+            return Gradients(params, y0, shared, data, last), of_adjoint
 
         return Solution(y1, stats, trajectory, aux), pullback
 

@@ -65,7 +65,6 @@ class Program:
     relay: str = ""
     mapped: Mapped | None = None  # the microbatches, if `arrays` have some
     done: int = DONE  # result code of a solve that did what was asked
-    final: bool = False  # whether the gradient has the cotangents at which the adjoint solve ended
 
     def code_of(self, result: jax.Array) -> jax.Array:
         """The result code of a solve, which is `SERIAL` in the place of `DONE` where nothing else was tried."""
@@ -81,9 +80,7 @@ class Program:
             return self.canonical.propagate(arrays)
 
         # JAX must not differentiate through the iterations: the gradient is that of the limit, which the adjoint system gives.
-        @jax.custom_vjp
-        def solve(arrays: Arrays) -> Output:
-            return self.canonical.forward(arrays, keep=False)[0]
+        solve = jax.custom_vjp(functools.partial(self.canonical.forward, keep=False))
 
         def fwd(primals: PyTree) -> tuple[Output, PyTree]:
             # With symbolic zeros JAX passes each primal with a flag whether it is perturbed. Only the values matter here.
@@ -166,7 +163,7 @@ class Program:
         return self._jit(_scan)
 
     @functools.cached_property
-    def forward(self) -> Callable[..., tuple[Output, Any]]:
+    def forward(self) -> Callable[..., Any]:
         return self._jit(_relay.forward if self.relay else _forward, static_argnames="keep")
 
     @functools.cached_property
@@ -202,7 +199,7 @@ def _scan(program: Program, arrays: Arrays) -> Output:
     return y1, aux, (stats, workers.trim(c_points, stride))
 
 
-def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, Forward | None]:
+def _forward(program: Program, arrays: Arrays, *, keep: bool) -> Output | tuple[Output, Forward]:
     """The forward solve, with the arrays that the adjoint needs if ``keep``."""
     workers = program.workers
 
@@ -245,7 +242,8 @@ def _forward(program: Program, arrays: Arrays, *, keep: bool) -> tuple[Output, F
     (saved, aux), (y1, stats) = workers.map(body)(spread, (arrays.y0, arrays.shared, arrays.solver))
     report_stats("forward", arrays.solver, workers.layers, stats)
     y1, aux = _wire.batched_alike((y1, workers.trim(aux)), arrays)
-    return (y1, aux, (stats, workers.trim(saved.c_points, program.stride))), saved if keep else None
+    out = y1, aux, (stats, workers.trim(saved.c_points, program.stride))
+    return (out, saved) if keep else out
 
 
 def _backward(
@@ -257,9 +255,10 @@ def _backward(
 ) -> tuple[Arrays, Stats]:
     """The adjoint solve: the gradient and the stats.
 
-    If the program has ``final``, the ``adjoint_guess`` of the gradient holds the final cotangents.
+    The ``adjoint_guess`` of the gradient holds the cotangents at which it ended, if somebody wants them.
     """
     solver, workers, stride = arrays.adjoint_solver, program.workers, program.adjoint_stride
+    wanted = arrays.adjoint_guess is not None or arrays.ended is not None
 
     def body(
         spread: tuple[Slices, CPoints | None, Forward, AuxCotangents], common: PyTree
@@ -272,7 +271,7 @@ def _backward(
         gradient, stats = solve_adjoint(
             chain, solver, saved, program.stride, cotangent, seen, start
         )
-        ended = gradient.adjoint_guess if program.final else None
+        ended = gradient.adjoint_guess if wanted else None
         return (gradient.slices, ended), (gradient.y0, gradient.shared, stats)
 
     spread = (

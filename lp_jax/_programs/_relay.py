@@ -226,7 +226,7 @@ class Relay:
         return _tree.scan(f, carry, xs, reverse=reverse, unroll=unroll)
 
 
-def forward(program: Any, arrays: Arrays, *, keep: bool) -> tuple[PyTree, Kept | None]:
+def forward(program: Any, arrays: Arrays, *, keep: bool) -> PyTree:
     """The forward solve of a `Program`, with what its gradient needs if ``keep``."""
     workers, (slices, y0, shared), mapped = program.workers, *_by_microbatch(program, arrays)
 
@@ -243,7 +243,8 @@ def forward(program: Any, arrays: Arrays, *, keep: bool) -> tuple[PyTree, Kept |
     stats = _tree.repeat(stats, _tree.leading(y1))
     aux, states = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), workers.trim(out))
     whole = *_wire.batched_alike((y1, aux), arrays), (stats, states)
-    return (whole if program.mapped else jax.tree.map(lambda x: x[0], whole)), kept
+    out = whole if program.mapped else jax.tree.map(lambda x: x[0], whole)
+    return (out, kept) if keep else out
 
 
 def backward(

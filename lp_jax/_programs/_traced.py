@@ -103,7 +103,6 @@ def prepare(
         relay=relay,
         # `SERIAL` tells users that the default found nothing faster than serial propagation.
         done=SERIAL if named.chooses and solver.exact else DONE,
-        final=adjoint_guess is not None,
     )
     return program, arrays
 
