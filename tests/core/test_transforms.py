@@ -306,9 +306,14 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("name", APART)
-@pytest.mark.parametrize("solver", [None, *ALL.values()], ids=["default", *ALL])
+@pytest.mark.parametrize(
+    ("name", "solver", "devices"),
+    [
+        *(("aux", solver, 1) for solver in (None, *ALL.values())),
+        *(("a leaf", solver, 1) for solver in (None, Serial(), lp_jax.MGRIT(iterations=8))),
+        *((name, solver, 4) for name in APART for solver in (None, lp_jax.Picard(sweeps=8))),
+    ],
+)
 def test_what_all_examples_share_counts_once(name, solver, devices):
     """Outputs that do not depend on what is batched have one cotangent for the batch; the truth is a loop over the examples."""
     step, y0 = APART[name]
