@@ -288,9 +288,14 @@ class OnMesh(Workers):
     mesh: Mesh | AbstractMesh
     axis: str
     opened: bool = False  # whether the caller is in that ``shard_map`` already, with its own layers
+    number: jax.Array | None = None  # of this device, within a solve
 
     def index(self) -> jax.Array:
-        return lax.axis_index(self.axis)
+        return lax.axis_index(self.axis) if self.number is None else self.number
+
+    def solving(self, arrays: PyTree) -> "OnMesh":
+        # JAX cannot compile `axis_index` in a solve within a step of another one, but the layers know their numbers.
+        return dataclasses.replace(self, number=arrays[0].index[0] // self.held[0])
 
     @property
     def rows(self) -> tuple[int, int]:

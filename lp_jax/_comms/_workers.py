@@ -64,7 +64,7 @@ class Workers(abc.ABC):
         return body
 
     def solving(self, arrays: PyTree) -> "Workers":
-        """Return these workers within a solve of these arrays; override it where each worker traces a program of its own."""
+        """Return these workers within a solve of these arrays, the layers first; override it where workers need some of them."""
         return self
 
     @abc.abstractmethod

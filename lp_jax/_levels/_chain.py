@@ -5,12 +5,11 @@ import functools
 from collections.abc import Callable
 from typing import cast
 
-import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._check import register
-from lp_jax._arrays._types import PyTree, Slices, Stacked, State, StepKey, Transfer
+from lp_jax._arrays._types import PyTree, Slices, State, StepKey, Transfer
 from lp_jax._comms._workers import Local, Workers
 from lp_jax._levels._layer import Linearised, Traced
 from lp_jax._levels._level import Level
@@ -98,14 +97,13 @@ class Chain:
 
 
 def pad_slices(slices: Slices, n: int, layers: int) -> Slices:
-    """Pad to ``n`` slices. The new ones are inert, because their index is the number of layers."""
+    """Pad to ``n`` slices. The new ones are inert, because their index is the number of layers or a larger one."""
     length: int = slices.index.shape[0]
     if n == length:
         return slices
 
-    def extend(x: jax.Array, value: int) -> Stacked:
-        return jnp.concatenate([x, jnp.full((n - length,), value, x.dtype)])
-
     padded: Slices = _tree.resize(slices, n)
     # `resize` repeats the last slice, whose index and dt do not mark padding.
-    return padded._replace(index=extend(slices.index, layers), dt=extend(slices.dt, 0))
+    more = jnp.arange(layers, layers + n - length, dtype=jnp.int32)
+    dt = jnp.concatenate([slices.dt, jnp.zeros_like(more, slices.dt.dtype)])
+    return padded._replace(index=jnp.concatenate([slices.index, more]), dt=dt)

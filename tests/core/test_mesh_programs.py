@@ -220,6 +220,38 @@ def test_constraints_of_places(shape, within):
         np.testing.assert_allclose(solved, lax.scan(lambda x, w: (body(w, x), None), X, W)[0])
 
 
+@pytest.mark.parametrize(
+    ("axes", "within", "kind", "solver"),
+    [
+        (("layers", "data"), False, AxisType.Auto, lp_jax.Picard(sweeps=5)),
+        (("data", "layers"), True, AxisType.Explicit, lp_jax.Picard(sweeps=5)),
+        (("layers", "data"), True, AxisType.Auto, lp_jax.Picard(sweeps=5)),
+        (("layers", "data"), False, AxisType.Explicit, lp_jax.MGRIT(coarsening=2, iterations=3)),
+    ],
+)
+def test_a_solve_within_a_step_over_another_axis(axes, within, kind, solver):
+    """Each over two devices, which hold unlike numbers of layers."""
+    mesh = devices("2 x 2", kind)
+    operands = W[:3], jnp.linspace(0.1, 1.0, 5 * WIDTH).reshape(5, WIDTH), X[0, 0]
+
+    def loss(scan, scan_within, weights, scales, x):
+        def body(x, w):
+            x = scan_within(lambda x, v: (x + 0.1 * jnp.sin(x * v), None), x, scales)[0]
+            return layer(w, x), None
+
+        return jnp.sum(scan(body, x, weights)[0] ** 2)
+
+    wanted = jax.value_and_grad(functools.partial(loss, lax.scan, lax.scan), (0, 1, 2))(*operands)
+    scans = [
+        functools.partial(lp_jax.scan, solver=solver, comm=lp_jax.MeshComm(mesh, axis))
+        for axis in axes
+    ]
+    gradient = jax.jit(jax.value_and_grad(functools.partial(loss, *scans), (0, 1, 2)))
+    with jax.set_mesh(mesh) if within else contextlib.nullcontext():
+        found = gradient(*operands)
+    assert relative_error(jax.tree.leaves(found), jax.tree.leaves(wanted)) < 1e-13
+
+
 # --- values that a step closes over ------------------------------------------------------------------------------------
 
 
