@@ -35,7 +35,7 @@ INLINED = CALLS | {"custom_jvp_call"}
 """Those, and functions with a forward derivative of the user's, where only the values count."""
 NESTED = CALLS | {"cond", "while", "shard_map", "scan"}
 """Operations with programs within them that `rerun` can replace."""
-PLACES = {"sharding_constraint", "reshard", "mesh_cast", "reshard_unplaced", "retyped"}
+PLACES = {"sharding_constraint", "reshard", "mesh_cast", "resharded", "retyped"}
 """Operations that only move an array."""
 
 

@@ -255,7 +255,7 @@ def _transposed(
 
 
 # `jax.sharding.reshard` has no transpose to an array whose type has no mesh. This primitive has one.
-_reshard = core.Primitive("reshard_unplaced")
+_reshard = core.Primitive("resharded")
 _reshard.def_impl(lambda x, place: jax.device_put(x, place))
 _reshard.def_abstract_eval(
     lambda x, place: x.update(sharding=NamedSharding(place.mesh.abstract_mesh, place.spec))

@@ -359,6 +359,7 @@ def test_a_batch_of_pullbacks_says_how_each_adjoint_solve_ended(devices):
         found = jax.jit(jax.vmap(lambda scale: one(scale, start)))(scales)  # noqa: B023
         each = [one(scale, start) for scale in scales]
         wanted = jax.tree.map(lambda *x: jnp.stack(x), *each)
+        # jitted and not, the compiler sums in two orders
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), found, wanted)
 
 
@@ -378,4 +379,5 @@ def test_what_all_examples_share_counts_once_beside_an_adjoint_guess():
     scales = jnp.asarray([1.0, 0.5, 0.25])
     found = jax.grad(lambda t: jax.vmap(functools.partial(one, t))(scales).sum())(times)
     wanted = jax.grad(lambda t: sum(one(t, scale) for scale in scales))(times)
+    # another order of sums
     np.testing.assert_allclose(found, wanted, rtol=1e-11)
