@@ -53,12 +53,16 @@ class Chain:
         """Number of slices on this worker."""
         return self.slices.index.shape[0]
 
-    def step(self, which: StepKey, *, aux: bool = False) -> Callable[..., PyTree]:
-        """The layer on a level, or another of the user's steps; with aux it returns ``(u_next, aux)``."""
+    def step(
+        self, which: StepKey, *, aux: bool = False, in_turn: bool = False
+    ) -> Callable[..., PyTree]:
+        """The layer on a level, or another of the user's steps; with aux it returns ``(u_next, aux)``.
+
+        ``in_turn`` says that layers are evaluated one after another, never in a batch.
+        """
         step = dict(self.traced.steps)[which if self.level is None else self.level]
-        return functools.partial(
-            step.evaluate, aux=aux, layers=self.layers if self.padded else None
-        )
+        layers = self.layers if self.padded else None
+        return functools.partial(step.evaluate, aux=aux, in_turn=in_turn, layers=layers)
 
     @property
     def linearised(self) -> Linearised:

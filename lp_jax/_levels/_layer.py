@@ -78,9 +78,18 @@ class LayerStep:
         return out
 
     def evaluate(
-        self, u: State, x: Slices, shared: Shared, *, aux: bool, layers: int | None
+        self, u: State, x: Slices, shared: Shared, *, aux: bool, in_turn: bool, layers: int | None
     ) -> PyTree:
-        """Return ``u_next``, or ``(u_next, aux)`` with ``aux``. A slice with an index >= ``layers`` does nothing."""
+        """Return ``u_next``, or ``(u_next, aux)`` with ``aux``. A slice with an index >= ``layers`` does nothing.
+
+        With ``in_turn`` no other layer is evaluated at the same time.
+        """
+        before = u
+        if layers is not None:
+            # A step may have no finite derivative at the state after the last layer, and zero times infinity is NaN.
+            u, x = _constant_unless(x.index < layers, (u, x))
+            # A batch of layers would get a copy of the shared operands for each layer, so `without_padding` takes care of those.
+            shared = _constant_unless(x.index < layers, shared) if in_turn else shared
         # For another shape of the state the step may close over other values, or over none.
         hoisted = dict(self.hoisted).get(signature(u))
         if self.retraced and hoisted is None:
@@ -102,8 +111,29 @@ class LayerStep:
         u_next, emitted = out if self.has_aux else (out, None)
         # A slot beyond the last layer passes the state on unchanged.
         if layers is not None:
-            u_next = _tree.where(x.index < layers, u_next, u)
+            u_next = _tree.where(x.index < layers, u_next, before)
         return (u_next, emitted) if aux else u_next
+
+
+def _constant_unless(condition: jax.Array, tree: PyTree) -> PyTree:
+    """``tree`` itself; cotangents of it are zeros, even where they are not finite, unless ``condition`` holds."""
+    leaves, combine = _tree.partition(tree)
+    return combine([_differentiated_if(condition, x) for x in leaves])
+
+
+# JAX keeps the leaf itself for the gradient; it would keep its copy, too, for a select against `stop_gradient` of the leaf.
+@jax.custom_jvp
+def _differentiated_if(condition: jax.Array, x: jax.Array) -> jax.Array:
+    return x
+
+
+@_differentiated_if.defjvp
+def _(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (condition, x), (_, dot) = primals, tangents
+    # The type of the condition may hold another mesh.
+    return x, retyped(jnp.where(condition, dot, jnp.zeros_like(dot)), jax.typeof(x).sharding)
 
 
 def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:

@@ -106,7 +106,7 @@ def solve_adjoint(
             fine, states, y1_cotangent, sources=saved.linearisations, linearised=linearised
         )
         if sources:
-            rhs, of_aux = gradient_of_aux(chain, advance, states, sources, at_once=fine.at_once)
+            rhs, of_aux = gradient_of_aux(chain, aux_cotangents, states, at_once=fine.at_once)
             finest = finest.with_rhs(rhs)
     # levels[0] is the finest one, as in the forward solve.
     levels = (finest, *transpose_coarse(forward, entering_coarse, y1_cotangent))
@@ -130,7 +130,8 @@ def solve_adjoint(
         levels, lam, emit_gradient(chain, advance, linearised, keep=bool(weights))
     )
     slices = fine.merge(slices)
-    shared = shared_gradient(fine, finest, cotangents, advance, linearised)
+    seen = aux_cotangents if linearised is None else ()
+    shared = shared_gradient(fine, finest, cotangents, seen, kept=linearised is not None)
     if of_aux is not None:
         slices, shared = _tree.add((slices, shared), of_aux)
     gradient = Arrays(
@@ -276,16 +277,16 @@ def emit_gradient(
 
 
 def gradient_of_aux(
-    chain: Chain, forward: Advance, states: Stacked, sources: list[Stacked], *, at_once: int
+    chain: Chain, aux_cotangents: Sequence[Stacked | None], states: Stacked, *, at_once: int
 ) -> tuple[Stacked, tuple[Slices, list[jax.Array]]]:
-    """Pull ``sources``, the cotangents of aux, back: to the adjoint's right-hand side, and to own and shared operands."""
+    """Pull the cotangents of aux back: to the adjoint's right-hand side, and to own and shared operands."""
     # This is one evaluation of each layer at known states, so a batch of layers is differentiated at once.
+    forward, sources = emitting(dataclasses.replace(chain, padded=False), aux_cotangents)
     shared, combine_shared = _tree.partition(chain.shared)
 
     def layers(
-        total: list[jax.Array], operands: tuple[Slices, Stacked, list[Stacked]]
+        slices: Slices, states: Stacked, sources: list[Stacked]
     ) -> tuple[list[jax.Array], tuple[Stacked, Slices]]:
-        slices, states, sources = operands
         leaves, combine = _tree.partition(slices, chain.traced.differentiable)
 
         def outputs(
@@ -295,51 +296,91 @@ def gradient_of_aux(
             return jax.vmap(lambda u, x: forward(u, x, weights)[1])(states, combine(leaves))
 
         # The vjp replaces `states` and `leaves` by their cotangents.
-        states, leaves, shared_gradient = jax.vjp(outputs, states, leaves, shared)[1](sources)
-        return _tree.add(total, shared_gradient), (states, combine(leaves, fill=None))
+        states, leaves, total = jax.vjp(outputs, states, leaves, shared)[1](sources)
+        return total, (states, combine(leaves, fill=None))
+
+    def add(total: list[jax.Array], some: PyTree) -> tuple[list[jax.Array], PyTree]:
+        more, of_layers = without_padding(chain, layers)(*some)
+        return _tree.add(total, more), of_layers
 
     operands = chain.slices, states, sources
     total, (of_states, of_slices) = in_chunks(
-        layers, _tree.zeros_like(shared), operands, chain.at_once(at_once, _LEAST)
+        add, _tree.zeros_like(shared), operands, chain.at_once(at_once, _LEAST)
     )
     return of_states, (of_slices, total)
+
+
+def without_padding(
+    chain: Chain, layers: Callable[..., tuple[PyTree, PyTree]]
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Let ``layers`` see no padding.
+
+    It is a function of a batch of layers: of their slices, of the arrays at which they are evaluated, and of cotangents. It
+    returns a sum over the layers, and results of each. A layer may have no finite derivative at the state after the last layer,
+    which enters padding. Padding has the last layer's operands already, so it becomes a copy of that layer, with cotangents of
+    zero.
+    """
+    if not chain.padded:
+        return layers
+
+    def within(slices: Slices, at: PyTree, cotangents: PyTree) -> tuple[PyTree, PyTree]:
+        inside = slices.index < chain.layers
+        x = slices.t, slices.dt, slices.index, at
+        last = _tree.take(x, jnp.maximum(jnp.sum(inside) - 1, 0))
+        t, dt, index, at = jax.tree.map(lambda x, y: _tree.where_rows(inside, x, y), x, last)
+        slices = slices._replace(t=t, dt=dt, index=index)
+        total, each = layers(slices, at, _tree.where_rows(inside, cotangents))
+        # If all of the batch is padding, there is no layer to copy, and the results may not be finite.
+        total = _tree.where(inside[0], total, _tree.zeros_like(total))
+        return total, _tree.where_rows(inside, each)
+
+    return within
 
 
 def shared_gradient(
     fine: Level,
     adjoint: Level,
     cotangents: Stacked | None,
-    forward: Advance,
-    linearised: Linearised | None,
+    aux_cotangents: Sequence[Stacked | None],
+    *,
+    kept: bool,
 ) -> list[jax.Array]:
     """Gradient for the shared operands, as one contraction over this worker's layers.
 
     Layers are contracted in groups, of those that are evaluated at once and at least four; each group adds to the sum. Where
-    linearisations are kept, and cover the weights, no layer is evaluated.
+    linearisations are ``kept``, and cover the weights, no layer is evaluated.
     """
     leaves, combine = _tree.partition(fine.shared)
     if not leaves:
         return []
+    batch = dataclasses.replace(fine.chain, padded=False)
+    linearised, forward = batch.linearised, emitting(batch, aux_cotangents)[0]
 
-    def contract(operands: Slices, states: Stacked, more: PyTree, lams: Stacked) -> list[jax.Array]:
-        if linearised is not None and linearised.weights:
+    def contract(
+        slices: Slices, at: tuple[Stacked, PyTree], cotangents: tuple[Stacked, PyTree]
+    ) -> tuple[list[jax.Array], None]:
+        states, arrays = at
+        if kept and linearised.weights:
             try:
                 # The kept linearisation holds all that the contraction needs, so that no layer is evaluated.
-                return linearised.contract(states, operands, fine.shared, more, lams)
+                lams = cotangents[0]
+                return linearised.contract(states, slices, fine.shared, arrays, lams), None
             # A custom gradient in the step cannot be transposed. The weights' gradient then comes from a vjp of the layers.
             except NotImplementedError:
                 pass
-        step, sources = (forward, more) if linearised is None else (fine.advance, None)
 
         def outputs(leaves: list[jax.Array]) -> tuple[Stacked, PyTree]:
-            return jax.vmap(lambda u, x: step(u, x, combine(leaves)))(states, operands)
+            return jax.vmap(lambda u, x: forward(u, x, combine(leaves)))(states, slices)
 
         # One vjp over the batch contracts layers and examples together, where a scan would add one outer product per layer.
-        return jax.vjp(outputs, leaves)[1]((lams, sources))[0]
+        return jax.vjp(outputs, leaves)[1](cotangents)[0], None
 
     def sum_over(operands: PyTree) -> list[jax.Array]:
         def add(total: list[jax.Array], some: PyTree) -> tuple[list[jax.Array], None]:
-            return _tree.add(total, contract(*some)), None
+            slices, states, more, lams = some
+            arrays, sources = (more, []) if kept else (None, more)
+            over = without_padding(fine.chain, contract)
+            return _tree.add(total, over(slices, (states, arrays), (lams, sources))[0]), None
 
         return in_chunks(add, _tree.zeros_like(leaves), operands, most)[0]
 

@@ -177,7 +177,7 @@ class Relay:
                 chain = dataclasses.replace(self.chain, slices=x, y0=u, shared=shared)
                 last, (states, aux) = propagate(chain, None)
             return jax.tree.map(placed_here, (last, (aux, states)))
-        u_next, aux = self.chain.step(0, aux=True)(u, x, shared)
+        u_next, aux = self.chain.step(0, aux=True, in_turn=True)(u, x, shared)
         return u_next, (aux, u_next)
 
     def _first(self) -> tuple[State, tuple[Slices, AuxCotangents], PyTree]:

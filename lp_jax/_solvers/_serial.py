@@ -67,7 +67,7 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
     """Scan over the layers, and return the last state, and the pair of the states after the layers and aux."""
     unroll, layer = (
         chain.workers.processor.serial_unroll(chain.traced.footprint),
-        chain.step(0, aux=True),
+        chain.step(0, aux=True, in_turn=True),
     )
 
     def body(u: State, x: PyTree) -> tuple[State, tuple[State, PyTree]]:

@@ -451,3 +451,44 @@ def test_a_scan_takes_layers_that_lie_on_their_devices(kind, inside):
     np.testing.assert_allclose(exact, wanted, rtol=1e-14)
     np.testing.assert_array_equal(exact, again)
     assert np.abs(once - wanted).max() > 1e-3
+
+
+PADDED = {
+    "Picard": lp_jax.Picard(sweeps=13),
+    "Picard, in chunks": lp_jax.Picard(sweeps=13, at_once=2),
+    "MGRIT": lp_jax.MGRIT(coarsening=2, iterations=8, coarse_step=lp_jax.Identity()),
+    "Newton": lp_jax.Newton(iterations=13),
+    "windows": lp_jax.Windowed(sweeps=13, windows=2),
+    "Serial": lp_jax.Serial(),
+    "Serial, checkpointed": lp_jax.Serial(checkpoint_every=3),
+}
+
+
+@pytest.mark.parametrize("devices", [None, 4, 8])
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_needs_no_derivative(name, devices):
+    """The scan never evaluates the root at 0, where it has none. Early iterates are 0, and so is what follows the last layer."""
+    begins, ends = jnp.zeros(13).at[0].set(1.0), jnp.zeros(13).at[-1].set(1.0)
+    # The last layer is u -> -1 whatever enters, and |-1 + 1| enters the root in padding.
+    layers = {"inner": begins + ends, "outer": ends, "scale": 1 - ends}
+
+    def loss(scan, weight, layers, y0):
+        def body(y, layer):
+            root = jnp.sqrt(jnp.abs(y + layer["inner"]))
+            y = layer["scale"] * weight * root - layer["outer"]
+            return y, jnp.sin(weight * y)
+
+        last, seen = scan(body, y0, layers)
+        return jnp.sum(last) + jnp.sum(seen)
+
+    def gradient(scan):
+        return jax.jit(jax.grad(functools.partial(loss, scan), argnums=(0, 1, 2)))
+
+    comm = None if devices is None else mesh(devices)
+    operands = jnp.asarray(0.9), layers, jnp.zeros(2)
+    got = gradient(functools.partial(lp_jax.scan, solver=PADDED[name], comm=comm))(*operands)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-14, atol=1e-14),
+        got,
+        gradient(jax.lax.scan)(*operands),
+    )
