@@ -279,7 +279,11 @@ def _fixed(
         carry = jax.tree.unflatten(structure, _join(state, fixed))
         return _others(list(map(jnp.asarray, jax.tree.leaves(body(carry, x)[0])))), fixed
 
-    last, entering = _tree.scan(advance, start, lax.stop_gradient(xs), length=length)
+    # JAX scans over no axis that is spread by its type.
+    everywhere = jax.tree.map(
+        lambda x: jax.sharding.reshard(x, gathered(x).sharding) if _tree.explicit(x) else x, xs
+    )
+    last, entering = _tree.scan(advance, start, lax.stop_gradient(everywhere), length=length)
     return entering, last
 
 

@@ -85,8 +85,10 @@ class Program:
         def fwd(primals: PyTree) -> tuple[Output, PyTree]:
             # With symbolic zeros JAX passes each primal with a flag whether it is perturbed. Only the values matter here.
             arrays = custom_vjp_primal_tree_values(primals)
-            out, saved = self.canonical.forward(arrays, keep=True)
-            return out, (arrays, saved, (out[0], out[1], out[2][0].result))
+            (y1, aux, more), saved = self.canonical.forward(arrays, keep=True)
+            if arrays.solver.has_tolerance:
+                y1, aux = without_gradient((y1, aux), _TWICE)
+            return (y1, aux, more), (arrays, saved, (y1, aux, more[0].result))
 
         def bwd(
             residuals: tuple[Arrays, Forward | Kept, PyTree], cotangents: Output
@@ -100,7 +102,7 @@ class Program:
             # JAX raises NameError for an axis name that it does not know.
             except NameError as error:
                 raise NameError(f"{error} {_NO_AXIS}") from error
-            # A while loop has no reverse mode. This marks the gradient, so that a second reverse pass is refused with advice.
+            # A while loop has no reverse mode. These marks let a second reverse pass be refused with advice.
             if arrays.solver.has_tolerance or arrays.adjoint_solver.has_tolerance:
                 gradient = without_gradient(gradient, _TWICE)
             # The results of both solves leave the backward pass as the cotangent of `watch`, because it has no other output.

@@ -159,6 +159,50 @@ def test_reverse_mode_twice(name):
         jax.eval_shape(functools.partial(twice, f), PARAMS)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_the_gradient_of_a_solution_that_has_its_pullback(name):
+    """`solve_vjp` has applied reverse mode once already."""
+
+    def f(params):
+        solution, _ = lp_jax.solve_vjp(layer, params, Y0, t1=2.0, solver=ALL[name])
+        return jnp.sum(solution.y1**2)
+
+    if name not in TOLERANCE:
+        assert relative_error(jax.jit(jax.grad(f))(PARAMS), exact("gradient")) < 1e-12
+        return
+    with pytest.raises(
+        ValueError, match=r"Reverse mode was applied twice .* leave rtol and atol out"
+    ):
+        jax.eval_shape(jax.grad(f), PARAMS)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_products_with_hessians_of_a_step_with_a_rule(name):
+    """Of the others, JAX says itself that it has no forward mode through the function."""
+
+    @jax.custom_vjp
+    def tanh(x):
+        return jnp.tanh(x)
+
+    tanh.defvjp(lambda x: (jnp.tanh(x), x), lambda x, cotangent: (cotangent / jnp.cosh(x) ** 2,))
+
+    def f(params, solver):
+        def step(y, layer):
+            return y + layer.dt * tanh(layer.params @ y)
+
+        return jnp.sum(lp_jax.solve(step, params, Y0, t1=2.0, solver=solver).y1 ** 2)
+
+    def product(solver):
+        gradient = jax.grad(functools.partial(f, solver=solver))
+        return jax.jvp(gradient, (PARAMS,), (DIRECTION,))[1]
+
+    if name in (*EXACT, "Newton"):
+        assert relative_error(product(ALL[name]), product(Serial())) < 1e-12
+        return
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        product(ALL[name])
+
+
 SHARED, *DIRECTIONS = (jnp.asarray(RNG.normal(size=shape)) for shape in (3, (8, 3, 3), 3, 3))
 
 
