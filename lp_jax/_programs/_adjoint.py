@@ -320,7 +320,7 @@ def without_padding(
     which enters padding. Padding has the last layer's operands already, so it becomes a copy of that layer, with cotangents of
     zero.
     """
-    if not chain.padded:
+    if not (chain.padded and chain.steps):
         return layers
 
     def within(slices: Slices, at: PyTree, cotangents: PyTree) -> tuple[PyTree, PyTree]:
