@@ -1,7 +1,7 @@
 """Identities that refuse one way of differentiation, with a message for the user."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -21,43 +21,17 @@ def reverse_only(tree: PyTree, message: str) -> PyTree:
     return jax.tree.map(functools.partial(_marked.bind, message=message), tree)
 
 
-def _identity(
-    name: str,
-    *,
-    of_tangents: Primitive | None = None,
-    evaluate: Callable[..., Any] | None = None,
-    transpose: Callable[..., Any] = lambda cotangent, x, message: [cotangent],
-) -> Primitive:
-    """Make the identity on an array, with another primitive for tangents, and some rules replaced."""
+def _identity(name: str) -> Primitive:
+    """Make the identity on an array, as yet without a derivative."""
     primitive = Primitive(name)
-
-    def jvp(
-        primals: Sequence[jax.Array], tangents: Sequence[Any], **params: str
-    ) -> tuple[jax.Array, Any]:
-        (x,) = primals
-        (t,) = tangents
-        # differentiated once, it is unmarked
-        out = primitive.bind(x, **params) if of_tangents is None else x
-        return out, t if isinstance(t, ad.Zero) else (of_tangents or primitive).bind(t, **params)
-
-    def batch(
-        operands: Sequence[jax.Array], axes: Sequence[int], **params: str
-    ) -> tuple[jax.Array, int]:
-        return primitive.bind(*operands, **params), axes[0]
-
-    primitive.def_impl(evaluate or (lambda x, message: x))
+    primitive.def_impl(lambda x, message: x)
     primitive.def_abstract_eval(lambda x, message: x)
-    ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
-    batching.primitive_batchers[primitive] = evaluate or batch
-    mlir.register_lowering(primitive, evaluate or (lambda context, x, message: [x]))
+    batching.defvectorized(primitive)
+    mlir.register_lowering(primitive, lambda context, x, message: [x])
     return primitive
 
 
-def _refuse_transpose(cotangent: jax.Array | ad.Zero, x: object, message: str) -> list[ad.Zero]:
-    # A cotangent that is zero by its type means that nobody differentiates this output.
-    if isinstance(cotangent, ad.Zero):
-        return [cotangent]
+def _refuse_transpose(cotangent: jax.Array, x: object, message: str) -> NoReturn:
     raise ValueError(message)
 
 
@@ -65,7 +39,21 @@ def _refuse_tangent(*operands: object, message: str) -> NoReturn:
     raise TypeError(message)
 
 
-_untransposed = _identity("without_gradient", transpose=_refuse_transpose)
-_marked = _identity(
-    "reverse_only", of_tangents=_identity("reverse_only_tangent", evaluate=_refuse_tangent)
-)
+def _unmarked(primals: Sequence[Any], tangents: Sequence[Any], message: str) -> tuple[Any, Any]:
+    """The derivative of what is marked. Differentiated once, it is unmarked."""
+    (x,), (t,) = primals, tangents
+    return x, t if isinstance(t, ad.Zero) else _tangent.bind(t, message=message)
+
+
+_untransposed = _identity("without_gradient")
+# JAX asks no rule for a cotangent that is zero by its type, with which nobody differentiates this output.
+ad.deflinear2(_untransposed, _refuse_transpose)
+_marked = _identity("reverse_only")
+ad.primitive_jvps[_marked] = _unmarked
+# the tangents of what is marked: nothing but transposes of them are evaluated
+_tangent = Primitive("reverse_only_tangent")
+_tangent.def_impl(_refuse_tangent)
+_tangent.def_abstract_eval(lambda x, message: x)
+ad.deflinear2(_tangent, lambda cotangent, x, message: [cotangent])
+batching.primitive_batchers[_tangent] = _refuse_tangent
+mlir.register_lowering(_tangent, _refuse_tangent)
