@@ -15,11 +15,6 @@ from jax.sharding import AbstractMesh
 from lp_jax._arrays._jaxpr import JITTED, array_type, axes_of, bind, through_calls, walk
 from lp_jax._arrays._place import at_home
 
-# of ``dot_general``: the axes that are summed over, and those of a batch, in both operands
-DimensionNumbers = tuple[
-    tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
-]
-
 
 def with_few_terms(
     program: core.ClosedJaxpr, terms: int, home: AbstractMesh
@@ -58,14 +53,12 @@ def _few(equation: core.JaxprEqn, terms: int, least: int = 1) -> bool:
     return plain and alike and whole and isinstance(rows, int) and least <= rows <= terms
 
 
-def _product(
-    x: jax.Array, w: jax.Array, *, dimension_numbers: DimensionNumbers, **params: object
-) -> jax.Array:
-    (_, (contracted,)), _ = dimension_numbers
+def _product(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
+    # The first pair of axes are those that are summed over, the second one those of a batch.
+    (_, (contracted,)), _ = params["dimension_numbers"]
     # All leading axes are rows: (k, i) times (i, j).
-    rows = _dot(
-        few_terms, x.reshape(-1, x.shape[-1]), w if contracted == 0 else w.T, 1, 0, **params
-    )
+    matrix = w if contracted == 0 else w.T
+    rows = _dot(few_terms, x.reshape(-1, x.shape[-1]), matrix, 1, 0, **params)
     return rows.reshape(*x.shape[:-1], rows.shape[-1])
 
 
