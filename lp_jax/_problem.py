@@ -357,7 +357,7 @@ def _partitions(program: Program, arrays: Arrays) -> Output:
     like = {x.shape: _spec(x) for x in jax.tree.leaves(arrays.y0)}
     layer = program.chain(*arrays[:3]).step(0, aux=True)
     aux = jax.eval_shape(
-        lambda slices, y0, shared: layer(y0, jax.tree.map(lambda x: x[0], slices), shared)[1],
+        lambda slices, y0, shared: layer(y0, _tree.at(slices, 0), shared)[1],
         *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays[:3]),
     )
     nowhere: PyTree = PartitionSpec()

@@ -1,6 +1,5 @@
 """Layers in chunks: loops over entries of a leading axis, of which several are taken at a time."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -26,19 +25,19 @@ def in_chunks(
     if size == 1:  # XLA copies operands that enter a loop with an axis of length 1
 
         def one(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-            carry, y = f(carry, jax.tree.map(lambda x: x[None], x))
-            return carry, jax.tree.map(lambda y: y[0], y)
+            carry, y = f(carry, _tree.at(x, None))
+            return carry, _tree.at(y, 0)
 
         return _tree.scan(one, carry, xs, reverse=reverse)
     whole = n - n % size
     start = n - whole if reverse else 0
-    middle = jax.tree.map(lambda x: x[start : start + whole], xs) if whole < n else xs
+    middle = _tree.at(xs, slice(start, start + whole)) if whole < n else xs
     # The scan takes whole chunks; with `reverse` the rest, which comes last, are the first entries.
     carry, ys = _tree.scan(f, carry, _tree.split(middle, size), reverse=reverse)
     ys = _tree.merge(ys)
     if whole == n:
         return carry, ys
-    carry, rest = f(carry, jax.tree.map(lambda x: x[: n - whole] if reverse else x[whole:], xs))
+    carry, rest = f(carry, _tree.at(xs, slice(n - whole) if reverse else slice(whole, n)))
     return carry, jax.tree.map(
         lambda a, b: jnp.concatenate([b, a] if reverse else [a, b]), ys, rest
     )
@@ -58,7 +57,6 @@ def batched(one: Callable[..., PyTree], size: int) -> Callable[..., PyTree]:
     if size != 1:
         return jax.vmap(one)
     # A `vmap` over one entry would leave axes of length 1 in every operation.
-    first = functools.partial(jax.tree.map, lambda x: x[0])
     return lambda *operands: jax.tree.map(
-        lambda x: jnp.asarray(x)[None], one(*map(first, operands))
+        lambda x: jnp.asarray(x)[None], one(*_tree.at(operands, 0))
     )

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +119,14 @@ def broadcast(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.broadcast_to(
         x, like.shape, out_sharding=jax.typeof(like).sharding if explicit(like) else None
     )
+
+
+def at(tree: PyTree, index: Any) -> PyTree:
+    """``x[index]`` of every leaf, as NumPy has it: an entry, or several ones; or the leaf with a new leading axis, by None.
+
+    `take` and `put` are for an index that is traced.
+    """
+    return jax.tree.map(lambda x: x[index], tree)
 
 
 def take(tree: PyTree, *index: jax.Array | int) -> PyTree:

@@ -385,7 +385,7 @@ class OnMesh(Workers):
             # The last turn needs no message. All devices agree on `now`, so the conditional cannot separate them.
             return (lax.cond(now < turns - 1, send, lambda last: last, last), out, total), None
 
-        first = jax.tree.map(lambda x: x[0], entries)
+        first = _tree.at(entries, 0)
         *one, added = jax.eval_shape(turn, first, jnp.int32(0))
         none = _tree.zeros_like((one, added))
         start = first, tuple(_tree.repeat(none[0], count)), none[1]

@@ -101,8 +101,8 @@ class Workers(abc.ABC):
             # A worker without intervals passes on the state that entered.
             return jax.tree.map(lambda u, y: u[at] if len(u) else y, out[0], entry), out, None
 
-        _, out, _ = self.pipeline(turn, jax.tree.map(lambda x: x[None], y0), reverse=reverse)
-        return jax.tree.map(lambda x: x[0], out)
+        _, out, _ = self.pipeline(turn, _tree.at(y0, None), reverse=reverse)
+        return _tree.at(out, 0)
 
     @property
     def size(self) -> int:
@@ -181,7 +181,7 @@ class Workers(abc.ABC):
         entered = y0
         if self.active > 1:
             # The neighbour needs only the state that leaves this worker.
-            edge = jax.tree.map(lambda x: x[0 if reverse else -1], u)
+            edge = _tree.at(u, 0 if reverse else -1)
             entered = self._first_or(y0, self.shift(edge, -1 if reverse else 1), reverse=reverse)
         # The state that enters an entry is the one that leaves the entry before it.
         states = _tree.push(u, entered, reverse=reverse)
@@ -322,9 +322,8 @@ class Local(Workers):
 def one_after_another(turn: Turn, entries: Stacked) -> tuple[Stacked, PyTree, PyTree]:
     """Take microbatches through one worker."""
     if _tree.leading(entries) == 1:
-        last, kept, total = turn(jax.tree.map(lambda x: x[0], entries), 0)
-        last, kept = jax.tree.map(lambda x: x[None], (last, kept))
-        return last, kept, total
+        last, kept, total = turn(_tree.at(entries, 0), 0)
+        return *_tree.at((last, kept), None), total
 
     def body(total: PyTree, x: tuple[State, jax.Array]) -> tuple[PyTree, tuple[State, PyTree]]:
         last, kept, added = turn(*x)

@@ -40,13 +40,13 @@ def solve(workers: Workers, maps: Maps, kind: Jacobians, *, reverse: bool) -> ja
     if not workers.processor.multiplies(kind.flops(maps.matrix.shape[1:])):
         if several:
             # Over several workers, each first composes its maps into one, from which follow the states that enter the workers.
-            first, rest = (-1, slice(None, -1)) if reverse else (0, slice(1, None))
-            first, rest = (
-                jax.tree.map(lambda x, which=which: x[which], maps) for which in (first, rest)
+            first, rest = (-1, slice(-1)) if reverse else (0, slice(1, None))
+            total, _ = _tree.scan(
+                lambda total, one: (compose(total, one), None),
+                _tree.at(maps, first),
+                _tree.at(maps, rest),
+                reverse=reverse,
             )
-            total = _tree.scan(
-                lambda total, one: (compose(total, one), None), first, rest, reverse=reverse
-            )[0]
             start = workers.exclusive_scan(total, reverse=reverse, compose=compose).vector
         return _tree.scan(lambda d, one: (_at(kind, one, d),) * 2, start, maps, reverse=reverse)[1]
     # Up: groups become one map each, until a single group is left.
@@ -54,7 +54,7 @@ def solve(workers: Workers, maps: Maps, kind: Jacobians, *, reverse: bool) -> ja
     while len(levels[-1].vector) > 1:
         levels.append(_group(_totals(levels[-1], compose, reverse), kind))
     if several:
-        total = jax.tree.map(lambda x: x[0], _totals(levels[-1], compose, reverse))
+        total = _tree.at(_totals(levels[-1], compose, reverse), 0)
         start = workers.exclusive_scan(total, reverse=reverse, compose=compose).vector
     # Down: the states that enter the groups of a level give those that enter its maps, which are the groups of the finer level.
     states = start[None]
@@ -84,11 +84,8 @@ def _group(maps: Maps, kind: Jacobians) -> Maps:
 
 def _in_order(groups: Maps, reverse: bool) -> list[Maps]:
     """The first maps of all groups, their second ones, ..., in the order of the chain."""
-    size = groups.vector.shape[1]
-    return [
-        jax.tree.map(lambda x, i=i: x[:, i], groups)
-        for i in (range(size - 1, -1, -1) if reverse else range(size))
-    ]
+    places = range(groups.vector.shape[1])
+    return [_tree.at(groups, (slice(None), i)) for i in (places[::-1] if reverse else places)]
 
 
 def _totals(groups: Maps, compose: Compose, reverse: bool) -> Maps:

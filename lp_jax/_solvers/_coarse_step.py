@@ -203,7 +203,7 @@ def _of_intervals(
     # `at` is the position of the last layer on the worker that has it; the shapes of a short interval are static.
     here, at = chain.workers.end(1, chain.steps)
     last = at // span
-    short = rule(jax.tree.map(lambda x: x[last * span : at + 1], params))
+    short = rule(_tree.at(params, slice(last * span, at + 1)))
     return _tree.put(values, select(here, short, _tree.take(values, last)), last)
 
 

@@ -320,7 +320,7 @@ class Secant(Sweeps):
             last = jax.tree.map(
                 lambda x, y: jnp.where(end < n, x[jnp.minimum(end, n - 1)], y), entering, last
             )
-            entering = jax.tree.map(lambda x: x[jnp.minimum(number, end)], entering)
+            entering = _tree.at(entering, jnp.minimum(number, end))
             change = _tree.where_rows(number < end, change)
         return Swept(entering, last, change, slope), measure(level, residuals)
 
