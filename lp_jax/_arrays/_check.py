@@ -15,30 +15,24 @@ from jax.tree_util import GetAttrKey
 T = TypeVar("T", bound=Callable[..., object])
 C = TypeVar("C")
 
-_SAME = (  # synonyms, of this field and of other libraries
-    {
-        "sweeps",
-        "iterations",
-        "cycles",
-        "iters",
-        "max_iter",
-        "maxiter",
-        "max_iterations",
-        "max_steps",
-        "n_iterations",
-    },
-    {"rtol", "tol", "tolerance", "eps", "epsilon"},
-    {"levels", "max_levels", "n_levels"},
-    {"coarsening", "cf", "m", "cfactor", "coarsening_factor", "factor"},
-    {"coarse_step", "coarse", "coarse_solver", "coarse_grid"},
-    {"relaxation", "relax", "nrelax", "smoother"},
-    {"solver", "method"},
-    {"adjoint_solver", "backward_solver", "adjoint"},
-    {"t1", "T", "tstop", "t_end", "tf"},
-    {"t0", "tstart", "t_start"},
-    {"comm", "mesh", "devices"},
-    {"data", "inputs", "xs"},
-)
+# synonyms, of this field and of other libraries, a line for each group
+_SAME = [
+    line.split()
+    for line in """
+    sweeps iterations cycles iters max_iter maxiter max_iterations max_steps n_iterations
+    rtol tol tolerance eps epsilon
+    levels max_levels n_levels
+    coarsening cf m cfactor coarsening_factor factor
+    coarse_step coarse coarse_solver coarse_grid
+    relaxation relax nrelax smoother
+    solver method
+    adjoint_solver backward_solver adjoint
+    t1 T tstop t_end tf
+    t0 tstart t_start
+    comm mesh devices
+    data inputs xs
+    """.splitlines()
+]
 
 
 def numbered(number: int, what: str) -> str:
@@ -101,7 +95,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the one of ``names`` that ``name`` likely means: a synonym, or a similar spelling."""
     names = list(names)
     # A synonym is a better guess than a similar spelling.
-    same = next((group for group in _SAME if name in group), set())
+    same = next((group for group in _SAME if name in group), [])
     other = [each for each in names if each in same]
     if not other:
         lower = {each.lower(): each for each in reversed(names)}
