@@ -140,7 +140,7 @@ def _placed(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def _ended(program: Program, arrays: Arrays) -> tuple[Stats, CPoints]:
     """Zeros like the stats of the adjoint solve, as floating-point numbers, and like its C-points."""
-    y0, dtype = arrays.y0, _tree.real_dtype(arrays.y0, at_least=jnp.float32)
+    y0, dtype = arrays.y0, _tree.wide_dtype(arrays.y0)
     none = jnp.zeros((), dtype)
     intervals = -(-program.workers.rows[0] // program.adjoint_stride)
     norms = jnp.zeros((arrays.adjoint_solver.iterations,), dtype)

@@ -50,10 +50,10 @@ def where(condition: jax.Array, a: PyTree, b: PyTree) -> PyTree:
 def where_rows(mask: jax.Array, a: PyTree, b: PyTree | None = None) -> PyTree:
     """Leafwise ``jnp.where`` with a condition for each entry of the leading axis; None stands for zeros."""
 
-    def leaf(x: jax.Array, y: jax.Array | int) -> jax.Array:
-        return jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-
-    return jax.tree.map(lambda x: leaf(x, 0), a) if b is None else jax.tree.map(leaf, a, b)
+    b = jax.tree.map(lambda x: 0, a) if b is None else b
+    return jax.tree.map(
+        lambda x, y: jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y), a, b
+    )
 
 
 def zeros_like(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
@@ -300,19 +300,18 @@ def leading(tree: PyTree) -> int:
 
 def leaf_squares(tree: PyTree) -> PyTree:
     """Sum of squared magnitudes of each leaf, in at least single precision."""
-    dtype = real_dtype(tree, at_least=jnp.float32)
+    dtype = wide_dtype(tree)
     return jax.tree.map(lambda x: jnp.sum(jnp.square(jnp.abs(x)).astype(dtype)), wide(tree))
 
 
 def sum_of_squares(tree: PyTree) -> jax.Array:
     """Sum of squared magnitudes over all leaves, in at least single precision."""
-    zero = jnp.zeros((), real_dtype(tree, at_least=jnp.float32))
-    return jax.tree.reduce(jnp.add, leaf_squares(tree), zero)
+    return jax.tree.reduce(jnp.add, leaf_squares(tree), jnp.zeros((), wide_dtype(tree)))
 
 
 def inner_by_component(a: Stacked, b: Stacked) -> PyTree:
     """Real parts of the inner products along the leading axis, in one dtype of at least single precision."""
-    dtype = real_dtype(a, at_least=jnp.float32)
+    dtype = wide_dtype(a)
     return jax.tree.map(
         lambda x, y: jnp.sum(jnp.real(x * jnp.conj(y)).astype(dtype), 0), wide(a), wide(b)
     )
@@ -323,6 +322,11 @@ def real_dtype(tree: PyTree, at_least: DTypeLike | None = None) -> np.dtype:
     dtypes = [jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(tree)]
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes, *([] if at_least is None else [at_least]))
+
+
+def wide_dtype(tree: PyTree) -> np.dtype:
+    """`real_dtype`, or single precision if that is less: the dtype of sums and norms."""
+    return real_dtype(tree, at_least=jnp.float32)
 
 
 def split(tree: PyTree, size: int) -> PyTree:

@@ -87,5 +87,5 @@ def propagate(chain: Chain, checkpoint_every: int | None) -> tuple[State, tuple[
 
 def no_stats(y1: State, done: int) -> Stats:
     """The stats of a solve without iterations. Its code is ``done`` unless ``y1`` is not finite."""
-    norms = jnp.zeros((0,), _tree.real_dtype(y1, at_least=jnp.float32))
+    norms = jnp.zeros((0,), _tree.wide_dtype(y1))
     return Stats(jnp.int32(0), norms, if_finite(jnp.int32(done), y1))

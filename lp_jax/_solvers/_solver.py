@@ -400,7 +400,7 @@ def iterate(
     # Residuals are divided by the size of `y0`, so that their squares neither overflow nor vanish.
     fine = dataclasses.replace(levels[0], scale=scale_of(levels[0]))
     levels, workers, y0 = (fine, *levels[1:]), fine.workers, fine.y0
-    dtype = _tree.real_dtype(y0, at_least=jnp.float32)
+    dtype = _tree.wide_dtype(y0)
     state, spent, reported = solver.init(levels, guess)
     # The start may have cost iterations already; `cycles` are those that are left.
     taken, cycles = spent if reported is None else reported, solver.iterations - spent

@@ -279,7 +279,7 @@ class Secant(Sweeps):
         swept = begin(levels[0], guess)
         # The first sweep has slope 0, and no change to learn from.
         slope = _tree.varying(
-            jnp.zeros((), _tree.real_dtype(swept.last, at_least=jnp.float32)), swept
+            jnp.zeros((), _tree.wide_dtype(swept.last)), swept
         )
         return Start(swept._replace(change=_tree.zeros_like(swept.entering), slope=slope))
 
@@ -343,7 +343,7 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Residual]:
     It adds up increments and squares residuals on the way: the states of all layers pass through memory once, not four
     times. A layer's residual is known once the state that enters the next layer is.
     """
-    alone, dtype = level.workers.active == 1, _tree.real_dtype(level.y0, at_least=jnp.float32)
+    alone, dtype = level.workers.active == 1, _tree.wide_dtype(level.y0)
     size = chunk(level.steps, level.at_once)
     stepped_from = batched(single(level), size)
 
