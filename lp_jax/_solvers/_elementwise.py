@@ -32,6 +32,7 @@ from lp_jax._arrays._types import CPoints, PyTree, SliceStep, Stacked, State
 from lp_jax._levels._chain import Chain
 from lp_jax._levels._level import Level
 from lp_jax._levels._sweep import sweep
+from lp_jax._levels._tolerance import eps_of
 from lp_jax._solvers._solver import AllStates, Start
 
 _SAME_ORDER = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
@@ -255,8 +256,8 @@ def _solve(
         ) -> tuple[State, list[State]]:
             return _columns(lambda u: _tree.wide(step(_tree.narrow(u, y0), x, shared)), *state)
 
-        def entering(leaving: Stacked) -> Stacked:
-            return _tree.push(leaving, wide, reverse=reverse)
+        # the states that enter the intervals, from those that leave them
+        entering = functools.partial(_tree.push, entry=wide, reverse=reverse)
 
         def body(
             carry: tuple[Stacked, jax.Array, jax.Array],
@@ -271,15 +272,16 @@ def _solve(
             new = jax.tree.map(
                 lambda u, d, r: jnp.where(jnp.isfinite(u + d), u + d, r), old, change, reached
             )
-            pairs = zip(*map(jax.tree.leaves, (new, old)), strict=True)
             # the next iteration squares it
-            limit = math.sqrt(jnp.finfo(jax.tree.leaves(wide)[0].dtype).eps)
-
-            def close(a: jax.Array, b: jax.Array) -> jax.Array:  # each number by itself
-                change, size = (jnp.max(jnp.abs(x), axis=0) for x in (a - b, a))
-                return jnp.all(change <= limit * size)
-
-            return new, done + 1, jnp.all(jnp.stack([close(*pair) for pair in pairs])) | reverse
+            limit = math.sqrt(eps_of(jax.tree.leaves(wide)[0]))
+            # Each number of the state is compared with its own size.
+            close = jax.tree.map(
+                lambda a, b: jnp.max(jnp.abs(a - b), axis=0) <= limit * jnp.max(jnp.abs(a), axis=0),
+                new,
+                old,
+            )
+            met = jnp.stack([jnp.all(x) for x in jax.tree.leaves(close)])
+            return new, done + 1, jnp.all(met) | reverse
 
         carry = _tree.repeat(wide, count), jnp.int32(0), jnp.asarray(False)
         if count > 1:
@@ -319,6 +321,11 @@ def _columns(
     return u, [derivative(direction) for direction in directions]
 
 
+def _with_columns(step: SliceStep) -> SliceStep:
+    """The step, which also returns its derivatives along the leaves of the state."""
+    return lambda u, x, shared: _columns(lambda u: step(u, x, shared), u, _units(u))
+
+
 def _affine(d: State, maps: tuple[list[State], State], _: PyTree) -> State:
     """The map ``d -> A d + b`` at each place, A by its columns."""
     columns, total = maps
@@ -329,13 +336,8 @@ def _affine(d: State, maps: tuple[list[State], State], _: PyTree) -> State:
 
 def _refusal(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> str:
     """Say why no kernel can march through a chain of these steps or of their derivatives; the text is empty if one can."""
-
-    def derivative(u: State, x: PyTree, shared: PyTree) -> tuple[State, list[State]]:
-        return _columns(lambda u: step(u, x, shared), u, _units(u))
-
-    return next(
-        (why for f in (step, derivative) if isinstance(why := split(f, u, x, shared), str)), ""
-    )
+    parts = (split(f, u, x, shared) for f in (step, _with_columns(step)))
+    return next((why for why in parts if isinstance(why, str)), "")
 
 
 def places(step: SliceStep, u: State, x: PyTree, shared: PyTree) -> int:
@@ -375,18 +377,20 @@ class Elementwise(AllStates):
                 f"one has {why}. Take lp_jax.Serial() or lp_jax.Newton(), or leave solver out."
             )
 
-        def step(u: State, x: PyTree, shared: PyTree) -> State:
-            return _tree.add(level.step(u, x[0], shared), x[1])
-
-        def pull(lam: State, x: PyTree, shared: PyTree) -> tuple[State, list[State]]:
-            return _columns(lambda lam: level.step(lam, x, shared), lam, _units(lam))
-
         if not reverse:
-            u, taken = _solve(level, step, level.y0, (xs, level.rhs), level.shared)
+            u, taken = _solve(
+                level,
+                lambda u, x, shared: _tree.add(level.step(u, x[0], shared), x[1]),
+                level.y0,
+                (xs, level.rhs),
+                level.shared,
+            )
             return Start(u, taken=taken)
         # An adjoint step is affine: one sweep over all layers gives its matrix by columns and its constant part.
         total, columns = sweep(
-            level, _tree.repeat(_tree.zeros_like(level.y0), level.steps), advance=pull
+            level,
+            _tree.repeat(_tree.zeros_like(level.y0), level.steps),
+            advance=_with_columns(level.step),
         )
         lam, taken = _solve(
             level, _affine, _tree.wide(level.y0), _tree.wide((columns, total)), None
