@@ -130,10 +130,28 @@ class MeshComm(Comm):
         unit = common_unit(solvers, whole)
         # All devices hold equally many slots, because one program serves all of them and arrays are split into equal parts.
         held = layers if inside else unit * math.ceil(math.ceil(layers / unit) / self.size)
-        if inside:
-            self._check_inside(layers, unit)
-        else:
-            self._check(operands)
+        # The manual axes of the abstract mesh are those of the shard_map in which Python runs now.
+        around = self.axis in jax.sharding.get_abstract_mesh().manual_axes
+        if inside and not around:
+            raise ValueError(
+                f"comm={self} needs a jax.shard_map over {self.axis!r} around the pieces of a "
+                f"cycle, in which each device passes "
+                "its own layers. Or give the cycle to a solver, MGRIT(cycle=...), which opens one."
+            )
+        if around and not inside:
+            raise ValueError(
+                f"comm={self} inside a shard_map over the same axis {self.axis!r}: solve opens one "
+                f"of its own. Call it outside, "
+                "with the whole stacks."
+            )
+        if inside and layers % unit:
+            raise ValueError(
+                f"each device of {self.axis!r} must hold whole intervals of all levels, {unit} "
+                f"layers; got {layers} layers. "
+                "Change the coarsening, or the number of devices."
+            )
+        if not inside:
+            self._check_arrays(operands)
             # One device needs no shard_map.
             if self.size == 1:
                 return Local(layers=layers, held=(layers,))
@@ -200,30 +218,8 @@ class MeshComm(Comm):
 
         return jax.tree.map(leaf, tree)
 
-    def _check_inside(self, layers: int, unit: int) -> None:
-        """Refuse the pieces of a cycle outside of a ``shard_map`` over the axis, and intervals that are cut."""
-        # The manual axes of the abstract mesh are those of the shard_map in which Python runs now.
-        if self.axis not in jax.sharding.get_abstract_mesh().manual_axes:
-            raise ValueError(
-                f"comm={self} needs a jax.shard_map over {self.axis!r} around the pieces of a "
-                f"cycle, in which each device passes "
-                "its own layers. Or give the cycle to a solver, MGRIT(cycle=...), which opens one."
-            )
-        if layers % unit:
-            raise ValueError(
-                f"each device of {self.axis!r} must hold whole intervals of all levels, {unit} "
-                f"layers; got {layers} layers. "
-                "Change the coarsening, or the number of devices."
-            )
-
-    def _check(self, operands: Operands) -> None:
+    def _check_arrays(self, operands: Operands) -> None:
         """Refuse arrays that already use the axis for something else."""
-        if self.axis in jax.sharding.get_abstract_mesh().manual_axes:
-            raise ValueError(
-                f"comm={self} inside a shard_map over the same axis {self.axis!r}: solve opens one "
-                f"of its own. Call it outside, "
-                "with the whole stacks."
-            )
         kinds = ("params and data", operands.stacked, 1), ("y0 and shared", operands.common, 0)
         for name, tree, first in kinds:
             for path, leaf in jax.tree.leaves_with_path(tree):
