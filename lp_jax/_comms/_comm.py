@@ -15,6 +15,8 @@ from jax.extend import core
 from lp_jax._arrays._types import PyTree, Stacked
 from lp_jax._comms._workers import Local, Workers
 
+Solve = Callable[[PyTree], PyTree]  # a solve as a function of its arrays
+
 
 class Unit(Protocol):
     """The part of a solver that a `Comm` uses: how many layers must stay together on one worker."""
@@ -93,9 +95,7 @@ class Comm(abc.ABC):
     def check_step(self, program: core.Jaxpr) -> None:  # noqa: B027
         """Refuse the program of a step that the workers cannot evaluate."""
 
-    def adapt(
-        self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]
-    ) -> Callable[[PyTree], PyTree]:
+    def adapt(self, program: Solve, arrays: PyTree, specs: Callable[[], PyTree]) -> Solve:
         """Return ``program`` for these arrays. Types that hold a partition take that of the outputs from ``specs()``."""
         return program
 

@@ -19,8 +19,8 @@ from lp_jax._arrays._jaxpr import ALONE, opened_axes, varying_axes
 from lp_jax._arrays._place import batch_with_place, retyped
 from lp_jax._arrays._types import PyTree, Stacked
 from lp_jax._comms import _wire
-from lp_jax._comms._comm import Comm, Operands, Unit, common_unit
-from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Turn, Workers
+from lp_jax._comms._comm import Comm, Operands, Solve, Unit, common_unit
+from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Passed, Turn, Workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +96,7 @@ class MeshComm(Comm):
                 "within the step comm=None."
             )
 
-    def adapt(
-        self, program: Callable[[PyTree], PyTree], arrays: PyTree, specs: Callable[[], PyTree]
-    ) -> Callable[[PyTree], PyTree]:
+    def adapt(self, program: Solve, arrays: PyTree, specs: Callable[[], PyTree]) -> Solve:
         explicit, here = self.mesh.explicit_axes, jax.sharding.get_abstract_mesh()
         meshes = here, *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
         # Without explicit axes in any type, the program needs no conversion.
@@ -267,11 +265,11 @@ batching.primitive_batchers[_reshard] = functools.partial(batch_with_place, _res
 # The cache keeps as many programs as `_program` does.
 @functools.lru_cache(maxsize=32)
 def _with_automatic_axes(
-    program: Callable[[PyTree], PyTree],
+    program: Solve,
     axes: tuple[str, ...],
     leaves: tuple[NamedSharding, ...],
     structure: jax.tree_util.PyTreeDef,
-) -> Callable[[PyTree], PyTree]:
+) -> Solve:
     """Compile ``program`` with explicit axes made automatic, and explicit again in its outputs."""
     shardings = jax.tree.unflatten(structure, leaves)
     return jax.jit(jax.sharding.auto_axes(program, axes=axes, out_sharding=shardings))
@@ -338,9 +336,7 @@ class OnMesh(Workers):
     def gather(self, tree: PyTree, span: int) -> PyTree:
         return lax.all_gather(tree, self.axis, tiled=True)
 
-    def pipeline(
-        self, turn: Turn, entries: Stacked, *, reverse: bool
-    ) -> tuple[Stacked, PyTree, PyTree]:
+    def pipeline(self, turn: Turn, entries: Stacked, *, reverse: bool) -> Passed:
         count, by = _tree.leading(entries), -1 if reverse else 1
         place = by * (self.index() - self.first(reverse))  # in the row
         # In turn `now` the device at `place` takes microbatch `now - place`: the last one starts in turn `active - 1`.

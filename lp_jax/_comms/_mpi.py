@@ -20,7 +20,7 @@ from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree, Stacked, State
 from lp_jax._comms import _together, _wire
 from lp_jax._comms._comm import Comm, Operands, Unit, common_unit
-from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Turn, Workers, one_after_another
+from lp_jax._comms._workers import SEQUENTIAL, Body, Local, Passed, Turn, Workers, one_after_another
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -361,9 +361,7 @@ class OnRanks(Workers):
 
         return _wire.apply_packed(self._alike(tree), everyone, lead=1)
 
-    def pipeline(
-        self, turn: Turn, entries: Stacked, *, reverse: bool
-    ) -> tuple[Stacked, PyTree, PyTree]:
+    def pipeline(self, turn: Turn, entries: Stacked, *, reverse: bool) -> Passed:
         rank, first, by = self.comm.rank, self.first(reverse), -1 if reverse else 1
         place, one = by * (rank - first), _tree.entry_like(entries)
         # A rank without layers sends and receives nothing; it returns zeros of the shapes that the others return.
@@ -373,7 +371,7 @@ class OnRanks(Workers):
         # what is received depends on what the sender has from its ``turn``, or JAX may take it out of a loop
         own = jax.make_jaxpr(turn)(one, 0).consts
 
-        def exchanging(entry: State, number: jax.Array | int) -> tuple[State, PyTree, PyTree]:
+        def exchanging(entry: State, number: jax.Array | int) -> Passed:
             if place:
                 # The first rank of the row starts at once; every other one waits for its predecessor.
                 entry = self._exchange(_wire.depend(entry, own), rank - by, None)

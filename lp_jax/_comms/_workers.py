@@ -21,9 +21,11 @@ Body = Callable[[Stacked, PyTree], tuple[Stacked, PyTree]]
 Run = Callable[[State], tuple[CPoints, PyTree]]
 """A worker's part of a sequential solve: ``run(y0)`` returns its points, and a tree of other results."""
 
-Turn = Callable[[State, jax.Array | int], tuple[State, PyTree, PyTree]]
-"""A worker's part for one of several microbatches: ``turn(entry, number)`` returns the state that leaves the worker, results to
-keep, and others to add up."""
+Passed = tuple[PyTree, PyTree, PyTree]
+"""The state that leaves a worker, results to keep, and others to add up; after a `Turn`, or stacked after all."""
+
+Turn = Callable[[State, jax.Array | int], Passed]
+"""A worker's part for one of several microbatches, ``turn(entry, number)``."""
 
 SEQUENTIAL = ("auto", "relay", "gather")
 
@@ -84,9 +86,7 @@ class Workers(abc.ABC):
         """Return the stacked arrays of all workers, on each of them."""
 
     @abc.abstractmethod
-    def pipeline(
-        self, turn: Turn, entries: Stacked, *, reverse: bool
-    ) -> tuple[Stacked, PyTree, PyTree]:
+    def pipeline(self, turn: Turn, entries: Stacked, *, reverse: bool) -> Passed:
         """Take microbatches through the workers, one following the other, so that workers work at the same time.
 
         ``entries``, leaves ``(count, ...)``, enter the first worker. Returns the states that leave this worker and what it
@@ -96,7 +96,7 @@ class Workers(abc.ABC):
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
         """Run on one worker after the other, each from the last state of the one before. This takes ``active - 1`` messages."""
 
-        def turn(entry: State, number: jax.Array | int) -> tuple[State, PyTree, PyTree]:
+        def turn(entry: State, number: jax.Array | int) -> Passed:
             out, at = run(entry), 0 if reverse else -1
             # A worker without intervals passes on the state that entered.
             return jax.tree.map(lambda u, y: u[at] if len(u) else y, out[0], entry), out, None
@@ -313,13 +313,11 @@ class Local(Workers):
     def relay(self, run: Run, y0: State, *, reverse: bool) -> tuple[CPoints, PyTree]:
         return run(y0)
 
-    def pipeline(
-        self, turn: Turn, entries: Stacked, *, reverse: bool
-    ) -> tuple[Stacked, PyTree, PyTree]:
+    def pipeline(self, turn: Turn, entries: Stacked, *, reverse: bool) -> Passed:
         return one_after_another(turn, entries)
 
 
-def one_after_another(turn: Turn, entries: Stacked) -> tuple[Stacked, PyTree, PyTree]:
+def one_after_another(turn: Turn, entries: Stacked) -> Passed:
     """Take microbatches through one worker."""
     if _tree.leading(entries) == 1:
         last, kept, total = turn(_tree.at(entries, 0), 0)
