@@ -187,13 +187,12 @@ def prefix_sums(
     if reverse and factor is not None:  # its padding has to come last
         before, last = prefix_sums(flip(tree), start, reverse=False, factor=factor)
         return flip(before), last
-    leaves, structure = jax.tree.flatten(wide(tree))
-    starts = jax.tree.leaves(wide(start))
-    sums = [
-        _sums(y, x, reverse, None if factor is None else factor.astype(x.dtype))
-        for y, x in zip(starts, leaves, strict=True)
-    ]
-    before, last = (jax.tree.unflatten(structure, part) for part in zip(*sums, strict=True))
+    sums = jax.tree.map(
+        lambda x, y: _sums(y, x, reverse, None if factor is None else factor.astype(x.dtype)),
+        wide(tree),
+        wide(start),
+    )
+    before, last = jax.tree.transpose(jax.tree.structure(tree), None, sums)
     return narrow(before, tree), last
 
 

@@ -240,10 +240,11 @@ def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
             )
         return np.asarray(True)
 
-    leaves, structure = jax.tree.flatten(tree)
     # Instead of all numbers, one weighted sum of bits is compared for each leaf: its largest and its least value over the
     # ranks have to be equal.
-    words = [_wire.encode(lax.stop_gradient(x), 0).astype(jnp.uint32) for x in leaves]
+    words = [
+        _wire.encode(lax.stop_gradient(x), 0).astype(jnp.uint32) for x in jax.tree.leaves(tree)
+    ]
     sums = [
         jnp.sum(w * (1 + jnp.arange(w.size, dtype=jnp.uint32) % 65_521), dtype=jnp.uint32)
         for w in words
@@ -257,10 +258,7 @@ def _checked(tree: PyTree, comm: MPIComm) -> PyTree:
         same_bits, same, comm.max(mine), -comm.max(-mine), vmap_method="sequential"
     )
     # used, as it would be dropped otherwise
-    used = [
-        jnp.where(same, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves
-    ]
-    return jax.tree.unflatten(structure, used)
+    return jax.tree.map(lambda x: jnp.where(same, x, jnp.nan) if _tree.inexact(x) else x, tree)
 
 
 def layer_slices(

@@ -59,15 +59,13 @@ def batched_alike(out: PyTree, others: PyTree) -> PyTree:
 
 def apply_by_dtype(tree: PyTree, f: Callable[[jax.Array], jax.Array]) -> PyTree:
     """Apply ``f`` to all leaves of one dtype at once, as one flat array."""
-    leaves, structure = jax.tree.flatten(tree)
-    out = list(leaves)
+    dtypes = [x.dtype for x in jax.tree.leaves(tree)]
     # A dict keeps the order of the leaves, so that all ranks send their messages in one order.
-    for dtype in dict.fromkeys(x.dtype for x in leaves):
-        places = [i for i, x in enumerate(leaves) if x.dtype == dtype]
-        flat, unravel = ravel_pytree([leaves[i] for i in places])
-        for i, x in zip(places, unravel(f(flat)), strict=True):
-            out[i] = x
-    return jax.tree.unflatten(structure, out)
+    for dtype in dict.fromkeys(dtypes):
+        leaves, combine = _tree.partition(tree, [each == dtype for each in dtypes])
+        flat, unravel = ravel_pytree(leaves)
+        tree = combine(unravel(f(flat)))
+    return tree
 
 
 def apply_packed(tree: PyTree, f: Callable[[jax.Array], jax.Array], *, lead: int = 0) -> PyTree:

@@ -170,7 +170,7 @@ class Rediscretize(CoarseStep):
             weights = groups / jnp.maximum(1, jnp.sum(groups, axis=1, keepdims=True))
 
         def one(x: jax.Array) -> jax.Array:
-            if weights is None or not jnp.issubdtype(x.dtype, jnp.inexact):
+            if weights is None or not _tree.inexact(x):
                 return x[::span]
             # a product, as XLA's sum over such an axis is slow on a CPU
             return jnp.einsum(

@@ -215,25 +215,20 @@ class Shared(Whole):
 
 def own_operands(step: Step, u: State, x: PyTree, batch: tuple[int, ...]) -> PyTree:
     """Flag the leaves of a step's operand that have a part for each example, by their shapes and the step's program."""
-    leaves, structure = jax.tree.flatten(x)
-    axes, floating = len(batch), [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    axes = len(batch)
     # Only leaves whose first axes have the lengths of the batch can have a part for each example.
-    alike = [i for i, leaf in enumerate(leaves) if floating[i] and leaf.shape[:axes] == batch]
+    alike = [
+        jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.shape[:axes] == batch
+        for leaf in jax.tree.leaves(x)
+    ]
 
-    def pull(u: State, leaves: list[jax.Array], cotangent: State) -> list[jax.Array]:
-        def of_some(some: list[jax.Array]) -> State:
-            new = dict(zip(alike, some, strict=True))
-            return step(
-                u,
-                jax.tree.unflatten(structure, [new.get(i, leaf) for i, leaf in enumerate(leaves)]),
-            )
+    def pull(u: State, x: PyTree, cotangent: State) -> PyTree:
+        some, combine = _tree.partition(x, alike)
+        return jax.vjp(lambda new: step(u, combine(new)), some)[1](cotangent)[0]
 
-        gradients: list[jax.Array] = jax.vjp(of_some, [leaves[i] for i in alike])[1](cotangent)[0]
-        return gradients
-
-    places = dict(zip(alike, example_axes(pull, (u, leaves), u, axes), strict=True))
     kinds = (tuple(range(axes)), UNKNOWN)
-    return jax.tree.unflatten(structure, [places.get(i) in kinds for i in range(len(leaves))])
+    own = [found in kinds for found in example_axes(pull, (u, x), u, axes)]
+    return _tree.partition(x, alike)[1](own, fill=False)
 
 
 def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
