@@ -10,7 +10,7 @@ from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import CPoints, PyTree, State
 from lp_jax._levels._result import DONE, FELL_BACK, NON_FINITE, RESULTS, SERIAL
 from lp_jax._programs import _inputs
-from lp_jax._solvers._solver import Stats
+from lp_jax._solvers._solver import Stats, first_norms
 
 
 class SolveError(RuntimeError):
@@ -74,10 +74,7 @@ class Solution(NamedTuple):
         # A batch of solves has a code for each of them.
         codes = {int(code) for code in jnp.ravel(self.result)} - {DONE, SERIAL, FELL_BACK}
         if codes:
-            norms = ", ".join(
-                "–" if r < 0 else f"{float(r):.3g}"
-                for r in jnp.ravel(self.stats.residual_norms)[:12]
-            )
+            norms = first_norms(np.ravel(self.stats.residual_norms).tolist())
             reasons = "; ".join(map(self._reason, sorted(codes)))
             raise SolveError(f"{reasons}. Residual norms: [{norms}]." if norms else f"{reasons}.")
         return self

@@ -346,10 +346,10 @@ class Stats(NamedTuple):
         norms = self._measured
         if norms is None:
             return f"Stats(iterations={self.iterations}, residual_norms={self.residual_norms})"
-        shown = ["–" if norm < 0 else f"{norm:.3g}" for norm in norms[:12]] + ["..."] * (
-            len(norms) > 12
+        more = ", ..." if len(norms) > 12 else ""
+        return (
+            f"Stats(iterations={int(self.iterations)}, residual_norms=[{first_norms(norms)}{more}])"
         )
-        return f"Stats(iterations={int(self.iterations)}, residual_norms=[{', '.join(shown)}])"
 
     def __str__(self) -> str:
         """The history: a line for each iteration, its residual norm and convergence factor, if the values are numbers."""
@@ -372,6 +372,11 @@ class Stats(NamedTuple):
         while norms and norms[-1] < 0:  # iterations that were not needed
             norms.pop()
         return norms
+
+
+def first_norms(norms: Sequence[float]) -> str:
+    """The first twelve norms as text; a dash is one that was not measured."""
+    return ", ".join("–" if norm < 0 else f"{norm:.3g}" for norm in norms[:12])
 
 
 def solve_levels(solver: Solver, levels: Sequence[Level], guess: CPoints | None = None) -> CPoints:
