@@ -114,13 +114,10 @@ class PerInterval(CoarseStep):
         step = chain.step(level)
 
         def through(u: State, x: Slices, shared: PyTree) -> State:
-            def one(y: State, layer: Layer) -> State:
-                return step(
-                    y, Slices(layer.params, layer.data, layer.t, layer.dt, layer.index), shared
-                )
-
             return self.function(
-                one,
+                lambda y, layer: step(
+                    y, Slices(layer.params, layer.data, layer.t, layer.dt, layer.index), shared
+                ),
                 u,
                 Layer(x.params, None, x.data, x.t, x.dt, x.index, None),  # type: ignore[arg-type]
             )

@@ -102,9 +102,7 @@ class Whole(Jacobians):
     ) -> tuple[State, Callable[[jax.Array], jax.Array], int]:
         """Return the state after the step, and the map from a unit vector to a column (-1) or a row (-2) of the Jacobian."""
         v = self.join(u)
-        transposed = transposed or _only_backward(step, u)
-        # A custom_vjp has no forward derivative, so such a step is pulled back: rows of the Jacobian instead of columns.
-        v_next, derivative = _linearise(
+        v_next, derivative, transposed = _linearise(
             lambda v: self.join(step(self.part(v))), v, transposed=transposed
         )
         # The Jacobian of one example is whole only if no example depends on another, which the program of the derivative shows.
@@ -184,9 +182,8 @@ class Shared(Whole):
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
         """At the mean of the states, of a step that has the mean operands."""
         state = jax.tree.map(self._mean, u)
-        one = Full(state, self._axes)
-        u_next, derivative, axis = one.derivative(step, state, transposed=transposed)
-        center = one.join(state)
+        u_next, derivative, axis = self.derivative(step, state, transposed=transposed)
+        center = self.join(state)
         batch, size = center.shape[:-1], center.shape[-1]
         # With B examples an evaluation gives B rows, so ``ceil(d / B)`` evaluations are enough.
         turns = -(-size // math.prod(batch))
@@ -286,8 +283,7 @@ class Blocks(Jacobians):
         )
 
     def linearise(self, step: StateStep, u: State, *, transposed: bool) -> tuple[State, jax.Array]:
-        transposed = transposed or _only_backward(step, u)
-        u_next, derivative = _linearise(step, u, transposed=transposed)
+        u_next, derivative, transposed = _linearise(step, u, transposed=transposed)
         joined = self.join(u)
         leaves, across = range(len(joined)), 0 if transposed else 1
 
@@ -331,18 +327,15 @@ class Blocks(Jacobians):
         )
 
 
-def _linearise(function: StateStep, u: State, *, transposed: bool) -> tuple[State, StateStep]:
-    """The value of the function, and its derivative or the transpose of its derivative."""
-    if not transposed:
-        return jax.linearize(function, u)
-    value, pull = jax.vjp(function, u)
-    return value, lambda cotangent: pull(cotangent)[0]
+def _linearise(function: StateStep, u: State, *, transposed: bool) -> tuple[State, StateStep, bool]:
+    """The value of the function, and its derivative or the transpose of its derivative; and whether it is the transpose.
 
-
-def _only_backward(step: StateStep, u: State) -> bool:
-    """Whether a part of the step has only a pullback as derivative (`jax.custom_vjp`)."""
-    equations = walk(jax.make_jaxpr(step)(u).eqns)
-    return any(has_rule(equation, "vjp") for equation in equations)
+    A function with a `jax.custom_vjp` has no forward derivative, and is pulled back: rows of the Jacobian instead of columns.
+    """
+    if transposed or any(has_rule(one, "vjp") for one in walk(jax.make_jaxpr(function)(u).eqns)):
+        value, pull = jax.vjp(function, u)
+        return value, lambda cotangent: pull(cotangent)[0], True
+    return *jax.linearize(function, u), False
 
 
 _AT_ONCE = 32  # evaluations; all at once would take the memory of a full Jacobian

@@ -17,7 +17,7 @@ from lp_jax._levels._level import Level, Residual, measure
 from lp_jax._levels._sweep import each, sweep
 from lp_jax._solvers import _affine
 from lp_jax._solvers._affine import Maps
-from lp_jax._solvers._jacobians import Blocks, Full, Shared
+from lp_jax._solvers._jacobians import Blocks, Full, Jacobians, Shared
 from lp_jax._solvers._solver import AllStates, Needs, Solver, Start, constant
 
 JACOBIANS = ("full", "shared", "diagonal")
@@ -274,7 +274,7 @@ class Newton(AllStates):
         new = jax.tree.map(lambda x, before: jnp.where(jnp.isfinite(x), x, before), new, old)
         return new, jnp.all(finite)
 
-    def _kind(self, level: Level) -> Full | Blocks | Shared:
+    def _kind(self, level: Level) -> Jacobians:
         if self.jacobian == "shared":
             return Shared(level.y0, 1 if self.batch_axes is None else self.batch_axes)
         if self.jacobian == "diagonal":

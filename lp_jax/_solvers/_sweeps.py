@@ -414,12 +414,15 @@ def _sweep_interval(
 
     size = chunk(_tree.leading(xs), at_once)
     if size == 1:  # one increment at a time: only the total is kept for the transpose
-
-        def one(total: State, operands: tuple[State, PyTree]) -> tuple[State, State]:
-            return _tree.add(total, _tree.wide(increment(*operands))), _tree.narrow(total, u)
-
         for _ in range(sweeps):
-            total, incoming = _tree.scan(one, _tree.wide(u), (incoming, xs))
+            total, incoming = _tree.scan(
+                lambda total, operands: (
+                    _tree.add(total, _tree.wide(increment(*operands))),
+                    _tree.narrow(total, u),
+                ),
+                _tree.wide(u),
+                (incoming, xs),
+            )
         return _tree.narrow(total, u)
 
     increments = batched(increment, size)
