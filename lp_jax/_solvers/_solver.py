@@ -395,6 +395,10 @@ def solve_levels(solver: Solver, levels: Sequence[Level], guess: CPoints | None 
     return solver.finish(levels, u, None)[0]
 
 
+# of the iterations: the solver's state, the progress, and the squares of each iteration's residuals
+_Carry = tuple[PyTree, Progress, jax.Array]
+
+
 def iterate(
     solver: Solver, levels: Sequence[Level], guess: CPoints | None
 ) -> tuple[CPoints, Stats]:
@@ -436,15 +440,13 @@ def iterate(
         result = of_norms(norms, grown > 0)
         return solver.c_points(levels, state), stats(solver.iterations, norms, result)
 
-    def unfinished(carry: tuple[PyTree, Progress, jax.Array]) -> jax.Array:
+    def unfinished(carry: _Carry) -> jax.Array:
         _, progress, _ = carry
         decided = progress.met | progress.given_up
         # All devices must take the same number of turns, because a step may exchange messages with others.
         return anywhere((progress.done < cycles) & ~decided, workers)
 
-    def body(
-        carry: tuple[PyTree, Progress, jax.Array],
-    ) -> tuple[PyTree, Progress, jax.Array]:
+    def body(carry: _Carry) -> _Carry:
         before, progress, squares = carry
         after, residual = solver.improve(levels, before)
         squares = squares.at[progress.done].set(residual.total.astype(dtype))

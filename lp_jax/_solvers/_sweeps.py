@@ -383,9 +383,7 @@ def _by_chunks(level: Level, u: Swept) -> tuple[Swept, Residual]:
         before = _tree.add(
             _tree.wide(level.y0), level.workers.exclusive_scan(total, reverse=level.reverse)
         )
-        entering = _tree.narrow(
-            jax.tree.map(lambda x, y: x + y[None], _tree.wide(entering), before), entering
-        )
+        entering = _tree.narrow(_tree.add(_tree.wide(entering), _tree.at(before, None)), entering)
         total = _tree.add(total, before)
     return Swept(entering, _tree.narrow(total, level.y0)), Residual(summed)
 
