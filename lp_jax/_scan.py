@@ -290,7 +290,7 @@ def _fixed(
 def refuse_stretched(solver: Solver | None, adjoint_solver: Solver | None) -> None:
     """Refuse solvers that take one layer with a longer dt for several."""
     for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
-        if value is not None and getattr(value, "stretches_dt", False):
+        if getattr(value, "stretches_dt", False):
             raise ValueError(
                 f"{name}={value!r} has a coarse step that takes one layer with a longer dt for "
                 f"several. A scan's body knows no "

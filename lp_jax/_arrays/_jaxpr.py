@@ -59,7 +59,7 @@ def size(v: Atom) -> int:
 
 def nbytes(v: Atom) -> int:
     """Bytes of an array in a program; 0 for other values."""
-    return array_type(v).size * array_type(v).dtype.itemsize if is_array(v) else 0
+    return size(v) * array_type(v).dtype.itemsize if is_array(v) else 0
 
 
 def varying_axes(*values: object) -> frozenset[Hashable]:

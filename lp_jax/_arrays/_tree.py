@@ -74,14 +74,12 @@ def varying(tree: PyTree, like: PyTree) -> PyTree:
 
 def shape_of(f: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """`jax.eval_shape`, which forgets the mesh that shapes vary over where some of its axes are the compiler's."""
-    here = jax.sharding.get_abstract_mesh()
-
-    def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        place = NamedSharding(here, PartitionSpec())
-        # Only a type that varies over manual axes needs the mesh of the context.
-        return x.update(sharding=place) if varying_axes(x) else x
-
-    return jax.tree.map(leaf, jax.eval_shape(f, *arguments))
+    place = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+    # Only a type that varies over manual axes needs the mesh of the context.
+    return jax.tree.map(
+        lambda x: x.update(sharding=place) if varying_axes(x) else x,
+        jax.eval_shape(f, *arguments),
+    )
 
 
 def entry_like(tree: PyTree) -> PyTree:
