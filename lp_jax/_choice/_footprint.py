@@ -88,16 +88,17 @@ def footprint(
 def _at_once_cost(program: core.Jaxpr) -> float:
     """Return the flops and the numbers of other operations of one layer that is evaluated in a batch."""
 
-    def layers(*arguments: jax.Array) -> list[jax.Array]:
-        consts = arguments[: len(program.constvars)]
-        operands = arguments[len(program.constvars) :]
-        return jax.vmap(core.jaxpr_as_fun(core.ClosedJaxpr(program, consts)))(*operands)
+    def layer(constants: list[jax.Array], operands: list[jax.Array]) -> list[jax.Array]:
+        return core.jaxpr_as_fun(core.ClosedJaxpr(program, constants))(*operands)
 
     # Two layers are the smallest batch; half its cost is that of a layer. Constants have no axis of layers.
-    kinds = [*(((), v) for v in program.constvars), *(((2,), v) for v in program.invars)]
-    shapes = [
-        jax.ShapeDtypeStruct((*more, *array_type(v).shape), array_type(v).dtype)
-        for more, v in kinds
-    ]
-    cost = cost_of(live(jax.make_jaxpr(layers)(*shapes).jaxpr))
+    constants, operands = (
+        [
+            jax.ShapeDtypeStruct((*more, *array_type(v).shape), array_type(v).dtype)
+            for v in variables
+        ]
+        for more, variables in (((), program.constvars), ((2,), program.invars))
+    )
+    layers = jax.vmap(layer, in_axes=(None, 0))
+    cost = cost_of(live(jax.make_jaxpr(layers)(constants, operands).jaxpr))
     return (cost.flops + cost.numbers) / 2
