@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from lp_jax._arrays._check import register
@@ -15,6 +16,9 @@ from lp_jax._solvers._sweeps import Picard
 
 Pair = tuple[Solver, Solver]
 """A forward and an adjoint solver."""
+
+Option = tuple[float, Pair]
+"""Predicted seconds, and the pair that takes them."""
 
 SERIAL: Pair = Serial(), Serial()
 
@@ -135,13 +139,13 @@ def choose(layers: Layers, rtol: float | None = 1e-3) -> tuple[Pair, float]:
     # Without a known cost nothing can be compared, so the solver that always works is taken.
     if not layers.footprint.counted:
         return SERIAL, serial
-    options = [_kernel(layers)]
+    options = list(_kernel(layers))
     if rtol is not None:
-        options.append(_newton(layers, rtol))
+        options += _newton(layers, rtol)
         # The states of driven networks move as far in a step as they are large, so that sweeps fail there.
         moving = layers.recurrent and layers.driven
         if not moving and not layers.places:  # a kernel is exact, and moves fewer bytes
-            options.append(_sweeps(layers, rtol))
+            options += _sweeps(layers, rtol)
     # Sweeps and Newton's method, which have tolerances, compile the step many times, and must earn that back.
     compiled = serial - _COMPILING * layers.footprint.operations
     gain = _GAIN if layers.workers == 1 else layers.processor.relay_gain
@@ -168,8 +172,11 @@ def _message(at: Layers) -> float:
     return p.latency + at.state / min(p.bandwidth, p.link)
 
 
-def _sweeps(at: Layers, rtol: float) -> tuple[float, Pair]:
-    """Return the time of sweeps over all layers, with a budget of as many sweeps as cost what serial propagation costs."""
+def _sweeps(at: Layers, rtol: float) -> Iterator[Option]:
+    """Yield the time of sweeps over all layers, with a budget of as many sweeps as cost what serial propagation costs.
+
+    Nothing is yielded where these are fewer than are expected to be needed.
+    """
     mine = math.ceil(at.layers / at.workers)
     # A prefix sum over W workers takes about log2 W messages.
     messages = 0 if at.workers == 1 else 2 + (at.workers - 1).bit_length()
@@ -183,31 +190,31 @@ def _sweeps(at: Layers, rtol: float) -> tuple[float, Pair]:
     budget = int(min(_serial(at) / one, 1000)) - _LAST
     shares = [budget * sweeps // sum(expected) for sweeps in expected]
     if any(share < sweeps for share, sweeps in zip(shares, expected, strict=True)):
-        return math.inf, SERIAL
+        return
     forward, backward = (
         dataclasses.replace(s, sweeps=min(s.sweeps, n)) for s, n in zip(swept, shares, strict=True)
     )
-    return one * (sum(expected) + _LAST), (forward, backward)
+    yield one * (sum(expected) + _LAST), (forward, backward)
 
 
-def _kernel(at: Layers) -> tuple[float, Pair]:
-    """Return the time of one kernel through all layers, or through intervals of them.
+def _kernel(at: Layers) -> Iterator[Option]:
+    """Yield the time of one kernel through all layers, or through intervals of them.
 
     Intervals take two iterations forward, one back, and a last march.
     """
     if not (at.places and at.processor.kernel_step):
-        return math.inf, SERIAL
+        return
     count = intervals(at.layers, at.places)
     # steps of the adjoint take half the time
     steps = 1.5 * at.layers if count == 1 else 4 * (at.layers / count + count)
     solver = Elementwise()
     marched = _STARTS * at.processor.launch + at.processor.kernel_step * steps
     moved = _MOVED * at.processor.batch(at.footprint, at.layers)
-    return marched + moved, (solver, solver)
+    yield marched + moved, (solver, solver)
 
 
-def _newton(at: Layers, rtol: float) -> tuple[float, Pair]:
-    """Return the time of Newton's method on a recurrent network with a small state, on a device that a layer does not fill.
+def _newton(at: Layers, rtol: float) -> Iterator[Option]:
+    """Yield the times of Newton's method on a recurrent network with a small state, on a device that a layer does not fill.
 
     Iterations are in proportion to the digits of the tolerance, as where errors fall by a factor: with shared Jacobians they do,
     with others fewer are enough.
@@ -219,7 +226,7 @@ def _newton(at: Layers, rtol: float) -> tuple[float, Pair]:
         and at.processor.wide
         and at.workers == 1
     ):
-        return math.inf, SERIAL
+        return
     d, p = at.numbers, at.processor
     solver = Newton(iterations=_ITERATIONS, batch_axes=1, rtol=rtol, fallback=True)
     relaxed = dataclasses.replace(solver, relaxations=_RELAXATIONS)
@@ -229,7 +236,6 @@ def _newton(at: Layers, rtol: float) -> tuple[float, Pair]:
     if at.in_place:
         diagonal = dataclasses.replace(solver, jacobian="diagonal")
         kinds = [(diagonal, at.examples * d // at.in_place, at.in_place, 4 + 2)]
-    options = []
     for forward, matrices, columns, iterations in kinds:
         # of the whole batch: a shared Jacobian takes a column from each example
         evaluations = max(1.0, min(matrices, at.examples) / at.examples * columns)
@@ -237,5 +243,4 @@ def _newton(at: Layers, rtol: float) -> tuple[float, Pair]:
         each = p.newton(at.layers, matrices, columns) + evaluated
         relaxing = forward.relaxations * p.batch(at.footprint, at.layers)
         seconds = iterations * math.log(rtol, 1e-3) * each + relaxing
-        options.append((seconds, (forward, forward.for_adjoint())))
-    return min(options, key=lambda option: option[0])
+        yield seconds, (forward, forward.for_adjoint())
