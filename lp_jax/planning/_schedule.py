@@ -6,7 +6,7 @@ A plan counts hundreds of solvers, so nothing is traced here, except for plain f
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -92,9 +92,10 @@ def path(solver: MGRIT, steps: int, iterations: int) -> list[Stop]:
         # The first stop of a cycle carries the number and the name of the iteration.
         begin, *rest = cycle_stops(labels, kind, cascade=first)
         title = "coarse to fine" if first else name
-        _extend(stops, [begin._replace(iteration=iteration, title=title), *rest])
-    _extend(stops, [Stop(0, "FC")])
-    return stops
+        stops += [begin._replace(iteration=iteration, title=title), *rest]
+    stops.append(Stop(0, "FC"))
+    # Where the path stays on a level, the later relaxation includes the earlier one, with which no iteration begins.
+    return [last for _, (*_, last) in itertools.groupby(stops, key=lambda stop: stop.level)]
 
 
 @functools.cache
@@ -107,18 +108,8 @@ def cycle_stops(
         stops.append(Stop(level + 1, "solve"))
     else:
         for number, visit in enumerate(VISITS[kind]):
-            first = cascade and number == 0
-            _extend(stops, cycle_stops(labels, kind if first else visit, level + 1, cascade=first))
+            stops += cycle_stops(labels, visit, level + 1, cascade=cascade and number == 0)
     return (*stops, Stop(level, "F"))
-
-
-def _extend(stops: list[Stop], more: Sequence[Stop]) -> None:
-    """Append stops. Where the path stays on a level they become one, because the later relaxation includes the earlier one."""
-    if stops and stops[-1].level == more[0].level:
-        earlier = stops.pop()
-        if more[0].iteration is None:
-            more = [more[0]._replace(iteration=earlier.iteration, title=earlier.title), *more[1:]]
-    stops.extend(more)
 
 
 class _Chain(NamedTuple):
