@@ -194,21 +194,17 @@ def _of_function(function: Callable[..., PyTree], span: int) -> tuple[int, int]:
     return cost.products, math.ceil(cost.flops / (2 * 5 * 3) / max(1, cost.products))
 
 
-@functools.singledispatch
 def _evaluations(step: CoarseStep | None, span: int) -> tuple[int, int]:
     """Return the evaluations of layers that a step of ``span`` layers makes one after the other, and the layers in each."""
+    if isinstance(step, Identity):
+        return 0, 0
+    if isinstance(step, PerInterval):
+        return _of_function(step.function, span)
+    if isinstance(step, Solver):
+        # As a coarse step a solver solves the chain of one interval, on one worker.
+        solved = count(step, span)
+        return solved.depth(), math.ceil(solved.work() / solved.depth())
     return 1, 1
-
-
-_evaluations.register(Identity, lambda step, span: (0, 0))
-_evaluations.register(PerInterval, lambda step, span: _of_function(step.function, span))
-
-
-@_evaluations.register
-def _(step: Solver, span: int) -> tuple[int, int]:
-    # As a coarse step a solver solves the chain of one interval, on one worker.
-    solved = count(step, span)
-    return solved.depth(), math.ceil(solved.work() / solved.depth())
 
 
 @functools.singledispatch
