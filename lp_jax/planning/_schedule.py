@@ -25,7 +25,7 @@ from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax._solvers._sweeps import Sweeps, Windowed
 from lp_jax.planning._solvers import busiest, most_at_once
-from lp_jax.planning._work import Event, Schedule, batches, prefix_messages
+from lp_jax.planning._work import Event, Schedule, prefix_messages
 
 
 def training_step(
@@ -133,7 +133,11 @@ class _Chain(NamedTuple):
         return math.ceil(math.ceil(self.layers / self.unit) / self.workers) * self.unit
 
     def add(self, kind: str, count: int, layers: int) -> None:
-        self.events.extend(batches(self.phase, kind, count, layers, self.at_once, self.in_turn))
+        """Add ``count`` batches of one kind, each cut into parts of at most `at_once` layers."""
+        most = max(1, int(min(layers, self.at_once)))
+        for times, size in (count * (layers // most), most), (count, layers % most):
+            if times and size:
+                self.events.append(Event(self.phase, kind, times, size, self.in_turn))
 
     def send(self, states: int) -> None:
         """Add messages of a state between neighbours, one after the other."""

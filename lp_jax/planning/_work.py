@@ -73,15 +73,6 @@ class Schedule:
         ]
 
 
-def batches(
-    phase: str, kind: str, count: int, layers: int, at_once: float, in_turn: bool = False
-) -> list[Event]:
-    """Return ``count`` batches of one kind, each cut into parts of at most ``at_once`` layers."""
-    most = max(1, int(min(layers, at_once)))
-    parts = (count * (layers // most), most), (count, layers % most)
-    return [Event(phase, kind, times, size, in_turn) for times, size in parts if times and size]
-
-
 def prefix_messages(workers: int) -> int:
     """Messages of a prefix sum over workers, one after the other."""
     return 0 if workers == 1 else 1 + max(0, workers - 2).bit_length()
