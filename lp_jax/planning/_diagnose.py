@@ -1,7 +1,6 @@
 """Diagnose convergence: two numbers of a chain of layers, and solvers rehearsed on a few examples."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lp_jax._arrays import _check, _tree
-from lp_jax._arrays._types import PyTree, Slices, State
+from lp_jax._arrays._types import Slices, State
 from lp_jax._choice._fastest import _LAST as LAST, Pair
 from lp_jax._levels._result import DONE
 from lp_jax._problem import Problem, hierarchy
@@ -23,14 +22,13 @@ from lp_jax._solvers._sweeps import Picard
 from lp_jax.planning._measure import (
     Deadline,
     announce,
-    arrays,
     as_pair,
-    compile_fast,
     examples_of,
     few,
+    jitted,
     require,
     small,
-    solving,
+    solved,
 )
 from lp_jax.planning._words import align, code, numbered
 
@@ -231,7 +229,7 @@ def diagnose(
     rehearsals = []
     for pair in pairs:
         if deadline.allows(type(pair[0]).__name__):
-            _, stats, adjoint = solving(problem, fast=True)(*pair, cotangent)
+            _, stats, adjoint = jitted(solved, problem, fast=True)(*pair, cotangent)
             reached = map(int, (stats.iterations, adjoint.iterations, stats.result, adjoint.result))
             rehearsals.append(Rehearsal(*pair, *reached))
     return Diagnosis(
@@ -263,9 +261,8 @@ def _rehearsed(problem: Problem) -> list[Pair]:
 def _numbers(problem: Problem) -> tuple[float, float, int]:
     """Return the Lipschitz constant times T, the largest Lyapunov exponent per layer, and the number of resets."""
 
-    @functools.partial(jax.jit, compiler_options=compile_fast())
-    def along(arrays: dict[str, PyTree]) -> tuple[jax.Array, ...]:
-        (level,) = hierarchy(problem.replace(**arrays), Picard())
+    def along(problem: Problem) -> tuple[jax.Array, ...]:
+        (level,) = hierarchy(problem, Picard())
         step, shared = level.step, level.shared
 
         def transposed(y: State, x: Slices) -> Callable[[State], State]:
@@ -305,7 +302,7 @@ def _numbers(problem: Problem) -> tuple[float, float, int]:
         growth = jnp.mean(jnp.log(sizes), where=stays | ~jnp.any(stays))
         return jnp.sum(jax.vmap(norm, (0, 0, None))(*layers, start)), growth, jnp.sum(~stays)
 
-    lipschitz, lyapunov, resets = along(arrays(problem))
+    lipschitz, lyapunov, resets = jitted(along, problem, fast=True)()
     return float(lipschitz), float(lyapunov), int(resets)
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 
@@ -15,9 +15,7 @@ from lp_jax._programs._traced import Tracing, trace
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import arrays, examples_of, small
-
-Found = TypeVar("Found")
+from lp_jax.planning._measure import Found, arrays, examples_of, small
 
 # passes over the states in a sweep's sum of them; the number fits times measured on CPUs and traffic counted for an H200
 _PASSES = 4

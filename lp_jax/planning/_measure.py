@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from lp_jax._programs import _inputs
 from lp_jax._solvers._serial import Serial
 from lp_jax._solvers._solver import Solver, Stats
 from lp_jax._solvers._sweeps import Picard
+
+Found = TypeVar("Found")
 
 _LEAST = 1e-9  # seconds; lower bound of a difference of times, which noise may make negative
 ITERATIONS = 9  # of the longer runs
@@ -75,15 +78,6 @@ def as_pair(solvers: Solver | Pair | tuple[Solver, None]) -> Pair:
     return _inputs.pair(*(solvers if isinstance(solvers, tuple) else (solvers, None)))
 
 
-def compile_fast() -> dict[str, bool | str] | None:
-    """Return options of `jax.jit` for programs that run a few times: 2.8 instead of 6.1 s for 256 dense layers on two cores."""
-    return (
-        {"xla_backend_optimization_level": 0}  # type: ignore[dict-item]
-        if default_platform() == "cpu"
-        else None
-    )
-
-
 def small(y0: State) -> bool:
     """Return whether full Jacobians are affordable: examples along the first axis, and few numbers per example."""
     leaves = jax.tree.leaves(y0)
@@ -128,41 +122,46 @@ def arrays(problem: Problem) -> dict[str, PyTree]:
     return {name: getattr(problem, name) for name in ("params", "y0", "shared", "data")}
 
 
-def solving(
-    problem: Problem, *, fast: bool = False
-) -> Callable[[Solver, Solver, State | None], tuple[Gradients, Stats, Stats]]:
-    """Return a compiled function of two solvers and a cotangent, by default the last state: a solve and its adjoint."""
+def jitted(
+    f: Callable[..., Found], problem: Problem, *, fast: bool = False
+) -> Callable[..., Found]:
+    """Return ``f(problem, *more)`` as a compiled function of ``more``, which takes the problem's arrays as arguments.
 
-    @partial(jax.jit, compiler_options=compile_fast() if fast else None)
-    def solved(
-        arrays: dict[str, PyTree], solver: Solver, adjoint_solver: Solver, cotangent: State | None
-    ) -> tuple[Gradients, Stats, Stats]:
-        solution, pullback = problem.replace(**arrays).solve_vjp(
-            solver=solver, adjoint_solver=adjoint_solver
-        )
-        gradients, stats = pullback(solution.y1 if cotangent is None else cotangent)
-        return gradients, solution.stats, stats
+    A ``fast`` compilation is for programs that run a few times: 2.8 instead of 6.1 s for 256 dense layers on two cores.
+    """
+    options = {"xla_backend_optimization_level": 0} if default_platform() == "cpu" else None
 
-    return partial(solved, arrays(problem))
+    @partial(jax.jit, compiler_options=options if fast else None)
+    def run(arrays: dict[str, PyTree], *more: PyTree) -> Found:
+        return f(problem.replace(**arrays), *more)
+
+    return partial(run, arrays(problem))
+
+
+def solved(
+    problem: Problem, solver: Solver, adjoint_solver: Solver, cotangent: State | None
+) -> tuple[Gradients, Stats, Stats]:
+    """Solve a problem and its adjoint for a cotangent, by default the last state."""
+    solution, pullback = problem.solve_vjp(solver=solver, adjoint_solver=adjoint_solver)
+    gradients, stats = pullback(solution.y1 if cotangent is None else cotangent)
+    return gradients, solution.stats, stats
 
 
 def serial(problem: Problem) -> tuple[float, float]:
     """Measure the seconds of a layer in serial propagation: forward, and the further seconds of the gradient."""
-    forward = jax.jit(lambda arrays: problem.replace(**arrays).solve(solver=Serial()).y1)
+    forward = jitted(lambda problem: problem.solve(solver=Serial()).y1, problem)
     # Serial propagation has no iterations to subtract, so whole solves are timed and divided by the number of layers.
-    first, whole = seconds(
-        [partial(forward, arrays(problem)), partial(solving(problem), Serial(), Serial(), None)]
-    )
+    first, whole = seconds([forward, partial(jitted(solved, problem), Serial(), Serial(), None)])
     return first / problem.layers, max(whole - first, _LEAST) / problem.layers
 
 
 def sweep(problem: Problem, at_once: int) -> list[float]:
     """Measure the seconds of a sweep over all layers, ``at_once`` of them at once: forward, adjoint, and gradient."""
-    solved = solving(problem)
+    run = jitted(solved, problem)
     once, often = (
         Picard(sweeps=ITERATIONS, at_once=at_once, atol=jnp.float32(atol)) for atol in (1e30, -1)
     )
-    calls = [partial(solved, *pair, None) for pair in ((once, once), (often, once), (once, often))]
+    calls = [partial(run, *pair, None) for pair in ((once, once), (often, once), (once, often))]
     counts = np.array([[int(stats.iterations) for stats in call()[1:]] for call in calls])
     spent = np.array(seconds(calls))
     # The longer runs differ from the first one in the number of sweeps only, so a difference cancels everything else.
@@ -176,14 +175,14 @@ def sweep(problem: Problem, at_once: int) -> list[float]:
 def iteration(problem: Problem, solver: Solver, **sampling: int) -> float:
     """Measure the seconds of an iteration of a forward solve with ``solver``."""
 
-    @jax.jit
-    def run(arrays: dict[str, PyTree], atol: jax.Array) -> tuple[State, jax.Array]:
+    def solved(problem: Problem, atol: jax.Array) -> tuple[State, jax.Array]:
         limited = dataclasses.replace(solver, atol=atol)  # type: ignore[type-var]
-        solution = problem.replace(**arrays).solve(solver=limited)
+        solution = problem.solve(solver=limited)
         return solution.y1, solution.stats.iterations
 
     # A tolerance of 1e30 is met after the first iteration, and a negative one never, so one program makes both runs.
-    calls = [partial(run, arrays(problem), jnp.float32(atol)) for atol in (1e30, -1.0)]
+    run = jitted(solved, problem)
+    calls = [partial(run, jnp.float32(atol)) for atol in (1e30, -1.0)]
     few, many = (int(call()[1]) for call in calls)
     once, often = seconds(calls, **sampling)
     return max(_LEAST, (often - once) / max(1, many - few))

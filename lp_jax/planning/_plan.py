@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lp_jax._arrays import _check
+from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import State
 from lp_jax._choice._fastest import SERIAL, Pair
 from lp_jax._choice._processor import processor
@@ -30,7 +30,7 @@ from lp_jax.planning._cost import predict
 from lp_jax.planning._estimate import estimate
 from lp_jax.planning._gradient_error import inner_products, relative_error
 from lp_jax.planning._machine import Machine
-from lp_jax.planning._measure import Deadline, announce, as_pair, require, small, solving
+from lp_jax.planning._measure import Deadline, announce, as_pair, jitted, require, small, solved
 from lp_jax.planning._result import WORTH, Choice, Plan, Probed, fix_iterations
 from lp_jax.planning._spread import spread
 
@@ -248,15 +248,12 @@ def cycles(layers: int, workers: int = 1) -> list[Pair]:
 
 def _probe(problem: Problem, cotangent: State | None) -> Probe:
     """Return a probe of the gradient of parameters and shared values; of the initial state where there are none."""
-    solved = solving(problem, fast=True)
+    run = jitted(solved, problem, fast=True)
 
     def gradient(solver: Solver, adjoint_solver: Solver) -> tuple[list[jax.Array], Stats, Stats]:
-        gradients, stats, adjoint_stats = solved(solver, adjoint_solver, cotangent)
-        trees = (gradients.params, gradients.shared), gradients.y0
-        leaves, initial = (
-            [x for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0] for tree in trees
-        )
-        return leaves or initial, stats, adjoint_stats
+        gradients, stats, adjoint_stats = run(solver, adjoint_solver, cotangent)
+        leaves, _ = _tree.partition((gradients.params, gradients.shared))
+        return leaves or _tree.partition(gradients.y0)[0], stats, adjoint_stats
 
     # The exact gradient is computed once, for the first probe.
     exact = functools.cache(lambda: gradient(*SERIAL)[0])
