@@ -166,25 +166,22 @@ class Plan:
             """Return the seconds of the fastest pair on this many devices; None if they are too many."""
             if workers > self.layers or data_workers > self.machine.examples:
                 return None
-            costs = (
+            return min(
                 predict(
                     *pair, self.layers, self.machine, workers=workers, data_workers=data_workers
-                )
+                ).seconds
                 for pair in among
             )
-            return min(cost.seconds for cost in costs)
 
         def row(count: int) -> Devices:
             splits = [(p, count // p) for p in range(1, count + 1) if count % p == 0]
-            options = [
-                (seconds, split) for split in splits if (seconds := best(pairs, *split)) is not None
-            ]
+            times = {split: best(pairs, *split) for split in splits}
             # Tuples compare by their first number, so this is the fastest split.
+            options = [(seconds, split) for split, seconds in times.items() if seconds is not None]
             both, split = min(options, default=(None, (count, 1)))
             piped = fastest_pipeline(self.layers, self.machine, count).cost.seconds
             turns = piped if 1 < count <= self.layers else None
-            layers, data = best(pairs, count, 1), best([SERIAL], 1, count)
-            return Devices(count, layers, data, both, split, turns)
+            return Devices(count, times[count, 1], best([SERIAL], 1, count), both, split, turns)
 
         return [row(count) for count in devices]
 
