@@ -186,15 +186,16 @@ def _sweeps(at: Layers, rtol: float) -> Iterator[Option]:
     one = p.batch(at.footprint, mine) + summed + messages * _message(at)
     swept = sweeps_to(rtol)
     expected = [min(typical(s.rtol), at.layers) for s in swept]
-    # The budget of sweeps is shared in proportion to the expected numbers, so that both solves fail late alike.
+    needed = sum(expected)
     budget = int(min(_serial(at) / one, 1000)) - _LAST
-    shares = [budget * sweeps // sum(expected) for sweeps in expected]
-    if any(share < sweeps for share, sweeps in zip(shares, expected, strict=True)):
+    if budget < needed:
         return
+    # The budget of sweeps is shared in proportion to the expected numbers, so that both solves fail late alike.
     forward, backward = (
-        dataclasses.replace(s, sweeps=min(s.sweeps, n)) for s, n in zip(swept, shares, strict=True)
+        dataclasses.replace(s, sweeps=min(s.sweeps, budget * sweeps // needed))
+        for s, sweeps in zip(swept, expected, strict=True)
     )
-    yield one * (sum(expected) + _LAST), (forward, backward)
+    yield one * (needed + _LAST), (forward, backward)
 
 
 def _kernel(at: Layers) -> Iterator[Option]:
