@@ -13,7 +13,7 @@ from lp_jax._arrays._types import Slices, State
 from lp_jax._choice._fastest import _LAST as LAST, Pair
 from lp_jax._levels._result import DONE
 from lp_jax._problem import Problem, hierarchy
-from lp_jax._programs._traced import trace
+from lp_jax._programs._traced import Tracing
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
 from lp_jax._solvers._serial import Serial
@@ -215,9 +215,8 @@ def diagnose(
     deadline = Deadline(seconds)
     size = problem.comm.size
     problem = problem.replace(comm=None)
-    program, _ = trace(problem, (Serial(),))
-    processor = program.workers.processor
-    layer = program.traced.footprint
+    tracing = Tracing(problem, (Serial(),))
+    processor, layer = tracing.workers.processor, tracing.footprint
     sweep = processor.batch(layer, math.ceil(problem.layers / size))
     serial = sum(processor.serial(layer, problem.layers))
     problem = few(problem, examples)

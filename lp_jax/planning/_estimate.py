@@ -120,10 +120,7 @@ def default(problem: Problem, *, solver: Solver = Fastest()) -> Default:
     if not solver.chooses:
         raise TypeError(f"planning.default tells what Fastest(...) chooses; got solver={solver!r}.")
 
-    def chosen(problem: Problem) -> tuple[tuple[Solver, Solver], float]:
-        return Tracing(problem, (solver, solver)).chosen
-
-    pair, seconds = _of_shapes(chosen, problem)
+    pair, seconds = _of_shapes(lambda given: Tracing(given, (solver, solver)).chosen, problem)
     return Default(*pair, seconds)
 
 

@@ -18,7 +18,7 @@ from lp_jax._choice._processor import processor
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
-from lp_jax._programs._traced import trace
+from lp_jax._programs._traced import Tracing
 from lp_jax._solvers._coarse_step import Identity, Rediscretize
 from lp_jax._solvers._mgrit import MGRIT
 from lp_jax._solvers._newton import Newton
@@ -119,7 +119,7 @@ def plan(
         solvers=solvers,
     )
     notes = [f"Left out for lack of time: {', '.join(half.left_out)}."] if half.left_out else []
-    if not trace(problem, (Picard(),))[0].traced.footprint.counted:
+    if not Tracing(problem, (Picard(),)).footprint.counted:
         notes.append(
             "A layer has a callback, a foreign call or an open loop: "
             'at_once="auto" takes one at a time.'
