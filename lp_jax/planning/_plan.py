@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import State
 from lp_jax._choice._fastest import SERIAL, Pair
-from lp_jax._choice._processor import processor
+from lp_jax._choice._processor import named
 from lp_jax._comms._comm import Comm, OneDevice
 from lp_jax._problem import Problem
 from lp_jax._programs import _inputs
@@ -129,13 +129,13 @@ def plan(
 
 def _absent(problem: Problem, on: Mesh, error: float, solvers: Sequence[Solver | Pair]) -> Plan:
     """Return a plan for devices that need not be here: times by their data sheet, and each way to use them compiled."""
-    device = on.devices.flat[0]
-    sheet = processor(device.platform, device.device_kind)
+    kind = on.devices.flat[0].device_kind
+    sheet = named(kind)
     machine = dataclasses.replace(
-        estimate(problem, device=device.device_kind),
+        estimate(problem, device=kind),
         latency=sheet.latency,
         bandwidth=min(sheet.bandwidth, sheet.link),
-        name=device.device_kind,
+        name=kind,
     )
     best = choose(problem.layers, machine, error=error, workers=on.size, solvers=solvers)
     return dataclasses.replace(best, spread=spread(problem, on, solvers))
@@ -239,7 +239,7 @@ def cycles(layers: int, workers: int = 1) -> list[Pair]:
         kept(levels=3, coarse_step=Rediscretize()),
     ]
     return [
-        (dataclasses.replace(one, iterations=forward), dataclasses.replace(one, iterations=adjoint))
+        (one.with_effort(forward), one.with_effort(adjoint))
         for one in hierarchies
         if not one.resolve(layers).exact
         for forward, adjoint in ((1, 1), (2, 1), (2, 2), (3, 3))
