@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree
@@ -29,9 +30,9 @@ def inner_products(g: jax.Array, e: jax.Array) -> jax.Array:
     )
 
 
-def relative_error(products: jax.Array) -> tuple[jax.Array, jax.Array]:
+def relative_error(products: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Return ``|g - e| / |e|`` and the cosine of the angle between g and e from `inner_products`; 0 if both are zero."""
-    apart, gg, ee, ge = products
+    apart, gg, ee, ge = jnp.asarray(products)
 
     def ratio(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.where((a == 0) & (b == 0), jnp.zeros_like(a), a / b)
@@ -186,15 +187,10 @@ def compare(
                 for (path, g), e in zip(
                     jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True
                 )
-                if jnp.issubdtype(g.dtype, jnp.inexact)
+                if _tree.inexact(g)
             }
-            relative, cosine = map(
-                float, relative_error(jnp.asarray(sum(leaves.values(), np.zeros(4))))
-            )
-            each = {
-                name: float(relative_error(jnp.asarray(products))[0])
-                for name, products in leaves.items()
-            }
+            relative, cosine = map(float, relative_error(sum(leaves.values(), np.zeros(4))))
+            each = {name: float(relative_error(products)[0]) for name, products in leaves.items()}
             errors[name] = GradientErrors(relative, cosine, each, _worst(reports), *spent)
         return errors
 
