@@ -275,12 +275,12 @@ def _numbers(problem: Problem) -> tuple[float, float, int]:
             # J is the transpose of its transpose, which needs no derivative in forward mode.
             push = jax.linear_transpose(pull, w)
 
-            def turn(_: jax.Array, at: Measured) -> Measured:
+            def turn(w: State, _: None) -> Measured:
                 # Power iteration on (J - I)(J - I)^T: the norm after one half of a turn tends to the largest singular value.
-                v, size = _normal(_tree.sub(pull(at[0]), at[0]))
+                v, size = _normal(_tree.sub(pull(w), w))
                 return _normal(_tree.sub(push(v)[0], v))[0], size
 
-            return _tree.fori_loop(0, _ROUNDS, turn, (w, jnp.sqrt(_tree.sum_of_squares(w))))[1]
+            return _tree.scan(turn, w, length=_ROUNDS)[1][-1]
 
         _, entering = _tree.scan(lambda y, x: (step(y, x, shared), y), level.y0, level.xs)
         leaves, structure = jax.tree.flatten(level.y0)
