@@ -90,9 +90,7 @@ def copied(model: nn.Classifier, comm: MeshComm) -> tuple[LossFn, PyTree]:
     loss_fn, params = train.classification(model)
     axis, whole = comm.axis, PartitionSpec()
 
-    @functools.partial(
-        jax.shard_map, mesh=comm.mesh, in_specs=(whole, PartitionSpec(axis)), out_specs=whole
-    )
+    @jax.shard_map(mesh=comm.mesh, in_specs=(whole, PartitionSpec(axis)), out_specs=whole)
     def mean(params: PyTree, batch: Batch) -> Loss:
         # The layers' gradients are summed once for each step, because the copies count as different.
         own = jax.tree.map(lambda x: jax.lax.pcast(x, axis, to="varying"), params)

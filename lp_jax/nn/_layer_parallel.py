@@ -1,7 +1,6 @@
 """A stack of layers as one module that is solved layer-parallel. Each layer has its own weights, or all share a spline."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,7 +80,7 @@ def midpoints(times: np.ndarray) -> np.ndarray:
     return (times[:-1] + times[1:]) / 2
 
 
-@functools.partial(jax.jit, static_argnames="comm")
+@jax.jit(static_argnames="comm")
 def expand(rows: jax.Array, coefficients: PyTree, comm: Comm) -> PyTree:
     """Return the parameters of layers, leaves ``(N, ...)``, from their rows of the basis and the coefficients."""
 

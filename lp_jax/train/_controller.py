@@ -1,7 +1,6 @@
 """A controller of training: tolerances that follow the noise of the mini-batch gradient."""
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -162,7 +161,7 @@ class Controller:
 _ATTEMPTS, _GRADIENTS = 5, 4  # largest number of attempts of a probe; gradients of an attempt
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit(static_argnums=(0, 1))
 def _measure(
     loss_fn: LossFn,
     ranks: Ranks | None,

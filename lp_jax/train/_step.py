@@ -1,6 +1,5 @@
 """The training step: from a state to the next one and metrics."""
 
-import functools
 import inspect
 from collections.abc import Callable
 
@@ -109,7 +108,7 @@ def make_train_step(
         (1, 0.0)
     """
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @jax.jit(donate_argnums=0)
     def step_fn(
         state: TrainState,
         batch: Batch,

@@ -1,6 +1,5 @@
 """Classification and regression by an NNX model that is solved layer-parallel, and the plan of its solvers."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -219,7 +218,7 @@ def evaluate(
     return Evaluation(float(loss / total), None if correct is None else float(correct / total))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def _evaluate(
     loss_fn: LossFn, params: PyTree, batch: Batch, solver: Solver
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
@@ -239,7 +238,7 @@ def predict(
     return _predict(nnx.graphdef(model), params, x, solver)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def _predict(graphdef: nnx.GraphDef, params: PyTree, x: PyTree, solver: Solver) -> jax.Array:
     return nnx.merge(graphdef, params).solve(x, solver=solver)[0]
 
@@ -261,7 +260,7 @@ def residuals(
     return _residuals(nnx.graphdef(model), loss, params, batch, solver, adjoint_solver)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit(static_argnums=(0, 1))
 def _residuals(
     graphdef: nnx.GraphDef,
     loss: Measure,
