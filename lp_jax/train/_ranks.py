@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lp_jax import MPIComm, Solver
+from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree
 from lp_jax._levels._result import ranked
 from lp_jax._programs._asked import asked
@@ -143,14 +144,9 @@ class Ranks:
 
     def sums(self, sums: PyTree) -> PyTree:
         """Sum over all ranks of the layers; ``sums`` has one sum over this rank's layers for each parameter."""
-        spread = [
-            x
-            for x, in_trunk in zip(jax.tree.leaves(sums), self._in_trunk(sums), strict=True)
-            if in_trunk
-        ]
         # Parameters outside the trunk are on every rank, so their sums are complete; only those of layers are added over ranks.
-        summed = iter(self.layers.sum(spread))
-        return self._leaf_by_leaf(lambda x, in_trunk: next(summed) if in_trunk else x, sums)
+        spread, combine = _tree.partition(sums, self._in_trunk(sums))
+        return combine(self.layers.sum(spread))
 
     def agree(self, signal: int | None) -> int | None:
         """Return the signal that any rank received: ``agree`` of `fit`."""
@@ -198,7 +194,7 @@ class Ranks:
 
     def scatter(self, gathered: PyTree, like: PyTree) -> PyTree:
         """Return this rank's part of arrays that `gather` returned on rank 0; ``like`` has its structure and number of layers."""
-        leaves = iter(jax.tree.leaves(gathered) if self.is_root else ())
+        leaves = iter(jax.tree.leaves(gathered))
 
         def leaf(x: jax.Array, spread: bool) -> jax.Array:
             part: Any = np.asarray(next(leaves)) if self.is_root else None
@@ -254,6 +250,5 @@ def _transposed_mean(tree: PyTree, ranks: MPIComm) -> PyTree:
 
 
 _transposed_mean.defvjp(
-    lambda tree, ranks: (tree, None),
-    lambda ranks, _, cotangent: (jax.tree.map(lambda u: u / ranks.size, ranks.sum(cotangent)),),
+    lambda tree, ranks: (tree, None), lambda ranks, _, cotangent: (_mean(cotangent, ranks),)
 )
