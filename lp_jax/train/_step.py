@@ -115,15 +115,18 @@ def make_train_step(
         solver: Solver | None = None,
         adjoint_solver: Solver | None = None,
     ) -> tuple[TrainState, Metrics]:
-        def restart(*guesses: PyTree) -> tuple[Restart, ...]:
-            return () if state.restart is None else (Restart(*guesses),)
+        restarts = state.restart is not None
+        first_guess, adjoint_guess = state.restart or (None, None)
 
-        def loss_of(params: PyTree, adjoint_guess: PyTree) -> Loss:
-            return call_loss(
-                loss_fn, params, batch, solver, adjoint_solver, *restart(guess, adjoint_guess)
-            )
+        def loss_of(
+            params: PyTree,
+            adjoint_guess: PyTree,
+            guess: PyTree = first_guess,
+            solver: Solver | None = solver,
+        ) -> Loss:
+            restart = (Restart(guess, adjoint_guess),) if restarts else ()
+            return call_loss(loss_fn, params, batch, solver, adjoint_solver, *restart)
 
-        guess, adjoint_guess = state.restart or (None, None)
         gradient_fn = (value_and_grad if watch else jax.value_and_grad)(
             # The derivative by the adjoint guess is the adjoint trajectory: the solve defines it so, because a custom_vjp
             # has no other way out of the backward pass. It is None without a restart.
@@ -145,7 +148,7 @@ def make_train_step(
         )
         trials = None
         stuck = None
-        trajectory = None if state.restart is None else info.trajectory
+        trajectory = info.trajectory if restarts else None
         if line_search is None:
             params = optax.apply_updates(state.params, updates)
         else:
@@ -153,9 +156,8 @@ def make_train_step(
 
             def evaluate(params: PyTree) -> tuple[jax.Array, PyTree]:
                 # A trial begins where the solves of this step ended, because its parameters differ only by a part of an update.
-                guesses = restart(trajectory, adjoint_trajectory)
-                value, info = loss_fn(params, batch, trial_solver, adjoint_solver, *guesses)
-                return value, info.trajectory if guesses else None
+                value, info = loss_of(params, adjoint_trajectory, trajectory, trial_solver)
+                return value, info.trajectory if restarts else None
 
             slope = total(ranks, jax.tree.map(lambda g, u: jnp.sum(g * u), gradient, updates))
             params, trajectory, trials, stuck = line_search.along(
@@ -181,7 +183,7 @@ def make_train_step(
             stuck,
             results[0].adjoint if watch else None,
         )
-        ended = None if state.restart is None else Restart(trajectory, adjoint_trajectory)
+        ended = Restart(trajectory, adjoint_trajectory) if restarts else None
         return TrainState(state.step + 1, params, opt_state, ended, state.control), metrics
 
     return step_fn
