@@ -146,10 +146,11 @@ def fit(
             "list `lambda epoch: list`; "
             f"got {type(batches).__name__}."
         )
-    log = Log() if log is None else log
+    log = log or Log()
     done = step = int(state.step)
     last = steps_per_epoch * epochs
-    save_every = checkpoint_every or steps_per_epoch
+    # Without checkpoints no step is a multiple.
+    save_every = math.inf if checkpoints is None else checkpoint_every or steps_per_epoch
 
     def batch_of(step: int) -> Batch:
         epoch, number = divmod(step - 1, steps_per_epoch)
@@ -186,20 +187,19 @@ def fit(
                 step += 1
                 record.pending.append((epoch, metrics))
                 due = [m for m in measures if step in (1, last) or step % m.steps == 0]
-                saves = checkpoints is not None and (step == last or step % save_every == 0)
+                saves = step == last or step % save_every == 0
                 # The first step of a process compiles, and is fetched on its own to keep that out of the others' times.
-                fetches = due or saves or step in (done + 1, last) or step % log_every == 0
+                fetches = due or saves or step == done + 1 or step % log_every == 0
                 stop = received()
                 if agree is not None:
                     # All processes fetch at the same steps, and agree there; one that stopped
                     # elsewhere would leave the others in a collective.
                     stop = agree(stop) if fetches else None
-                saves = saves or (checkpoints is not None and stop is not None)
                 if fetches or stop is not None:
                     record.flush(step)
                 for m in due:
                     log.write(kind=m.kind, step=step, **m.measure(state, batch))
-                if checkpoints is not None and saves:
+                if checkpoints is not None and (saves or stop is not None):
                     checkpoints.save(state)
                 if due or saves:
                     record.restart_clock()
