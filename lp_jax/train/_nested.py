@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,14 +116,15 @@ def nested(
     folders = [
         None if folder is None else Path(folder) / f"{depth.layers}-layers" for depth in depths
     ]
-    log = Log() if log is None else log
+    log = log or Log()
 
-    # The trunk at every later depth is the first one, refined by the product of the factors so far.
-    for factor in itertools.accumulate(factors[1:], operator.mul):
+    # The trunk at every later depth is the first one, refined.
+    def check(block: nn.LayerParallel) -> nn.LayerParallel:
+        for depth in depths:
+            staying(block, depth.layers // depths[0].layers * block.num_layers, how)
+        return block
 
-        def check(block: nn.LayerParallel, by: int = factor) -> nn.LayerParallel:
-            return staying(block, by * block.num_layers, how)
-
+    if len(depths) > 1:
         on_trunk(model.trunk, check)  # refuses layers that would change ranks before any training
 
     def newest() -> int:
@@ -212,9 +212,8 @@ def deepen(
     if any(slot.shape != param.shape for slot, param in _slots(state.opt_state, state.params)):
         return deeper, fresh._replace(step=state.step)
     degrees = iter(_degrees(optimizer, state.params))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
-    def prolong(slot: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    def prolong(slot: jax.Array, wanted: jax.Array) -> jax.Array:
         degree = next(degrees)
         if slot.shape == wanted.shape:
             return slot
@@ -222,9 +221,8 @@ def deepen(
             return nn.refine(slot, factor, "zeros" if degree == 1 else "constant")
         return nn.refine(slot, factor) / factor**degree
 
-    return deeper, fresh._replace(
-        step=state.step, opt_state=map_slots(prolong, state.opt_state, shapes)
-    )
+    opt_state = map_slots(prolong, state.opt_state, params)
+    return deeper, fresh._replace(step=state.step, opt_state=opt_state)
 
 
 def _slots(opt_state: PyTree, params: PyTree) -> list[tuple[jax.Array, PyTree]]:
@@ -235,7 +233,11 @@ def _slots(opt_state: PyTree, params: PyTree) -> list[tuple[jax.Array, PyTree]]:
 
 def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[int]:
     """Return for each slot the power of the gradient that it grows with: 1 for a mean of gradients, 2 for one of squares."""
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
+
+    def full(value: float) -> PyTree:
+        return jax.tree.map(lambda x: np.full(x.shape, value, x.dtype), params)
+
+    zeros = full(0.0)
     # a norm that no optimizer clips
     small = 1e-3 / max(1.0, sum(x.size for x in jax.tree.leaves(params))) ** 0.5
 
@@ -244,13 +246,8 @@ def _degrees(optimizer: optax.GradientTransformation, params: PyTree) -> list[in
         return optimizer.update(gradient, optimizer.init(zeros), zeros)[1]
 
     def after(scale: float) -> list[float]:
-        opt_state = update(
-            jax.tree.map(lambda x: np.full(x.shape, scale * small, x.dtype), params), zeros
-        )
-        return [
-            float(np.abs(np.asarray(slot, np.float64)).sum())
-            for slot, _ in _slots(opt_state, zeros)
-        ]
+        slots = _slots(update(full(scale * small), zeros), zeros)
+        return [float(np.abs(np.asarray(slot, np.float64)).sum()) for slot, _ in slots]
 
     return [
         # A slot that grows with the k-th power of the gradient is 2^k times as large for twice the gradient.
@@ -272,20 +269,16 @@ def on_trunk(
                 "read the time t, or train at one depth."
             )
         return change(trunk)
+
+    def is_block(part: object) -> bool:  # else it is a buffer
+        return isinstance(part, nn.LayerParallel) and not getattr(part.solver, "exact", False)
+
     parts = list(getattr(trunk, "parts", ()))
-    buffers = [
-        not isinstance(part, nn.LayerParallel) or getattr(part.solver, "exact", False)
-        for part in parts
-    ]
-    if all(buffers):
+    if not any(map(is_block, parts)):
         raise TypeError(
             f"the trunk must be a LayerParallel, or a Network with such blocks; got "
             f"{type(trunk).__name__}. The time steps of a "
             "recurrent network share their weights, so there is nothing to refine: train it on "
             "shorter sequences first."
         )
-    changed = [
-        part if is_buffer else on_trunk(part, change)
-        for part, is_buffer in zip(parts, buffers, strict=True)
-    ]
-    return nn.Network(*changed)
+    return nn.Network(*(on_trunk(part, change) if is_block(part) else part for part in parts))
