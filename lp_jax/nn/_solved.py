@@ -87,7 +87,7 @@ class Solved(nnx.Module, abc.ABC):
         """Return the solvers of a call: its arguments or the module's."""
         if solver is None:
             solver = self.solver
-            adjoint_solver = self.adjoint_solver if adjoint_solver is None else adjoint_solver
+            adjoint_solver = adjoint_solver or self.adjoint_solver
         return {"solver": solver, "adjoint_solver": adjoint_solver}
 
     def placing_solvers(self) -> tuple[Solver, Solver]:

@@ -3,10 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from lp_jax import Solver
+from lp_jax._arrays import _tree
 from lp_jax._arrays._types import PyTree
 from lp_jax.train._step import init_state, make_train_step, replicate_rest
 from lp_jax.train._types import Batch, LossFn, Restart, StepFn, TrainState
@@ -65,7 +65,7 @@ def one_shot(
         PDEs", Optimization Methods and Software 34 (2019); Guenther, Ruthotto, Schroder, Cyr, Gauger, "Layer-parallel
         training of deep residual neural networks", SIAM J. Math. Data Sci. 2 (2020), section 4.
     """
-    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
+    adjoint_solver = adjoint_solver or solver.for_adjoint()
     # an adjoint trajectory has the shape of a forward one of the same solver
     like = jax.eval_shape(loss_fn, params, batch, adjoint_solver, adjoint_solver)[1].trajectory
     if like is None:
@@ -78,7 +78,7 @@ def one_shot(
     def begin(params: PyTree, batch: Batch) -> Restart:
         # The first guesses are the trajectories with which one forward and one adjoint solve end.
         guess = loss_fn(params, batch, solver, adjoint_solver)[1].trajectory
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        zeros = _tree.zeros_like(like)
         # The gradient by the adjoint guess is the trajectory with which the adjoint solve ended: see `make_train_step`.
         of_guess = jax.grad(
             lambda zeros: loss_fn(params, batch, solver, adjoint_solver, Restart(guess, zeros))[0]

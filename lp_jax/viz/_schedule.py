@@ -90,7 +90,7 @@ def schedule(
     """
     _check.integer("num_layers", num_layers, least=1)
     _check.integer("workers", workers, least=1)
-    adjoint_solver = solver.for_adjoint() if adjoint_solver is None else adjoint_solver
+    adjoint_solver = adjoint_solver or solver.for_adjoint()
     there, back = timelines((solver, adjoint_solver), num_layers, workers)
     serially = 3 * num_layers  # forward, adjoint and gradient of each layer
     total = there.end + back.end
