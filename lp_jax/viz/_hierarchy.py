@@ -128,11 +128,18 @@ def _draw_path(ax: Axes, stops: Sequence[Stop], levels: int, solver: Solver) -> 
         look = _DOWN if after.level > before.level else _UP
         ax.plot([i, i + 1], [-before.level, -after.level], zorder=1, **look)
     for i, stop in enumerate(stops):
-        solved = stop.label == "solve"
-        look = {"color": INK, "marker": "D"} if solved else {"color": BLUE, "marker": "o"}
-        ax.scatter([i], [-stop.level], s=200, zorder=3, **look)
-        place = {"fontsize": LABEL, "textcoords": "offset points", **_label_place(stops, i)}
-        ax.annotate(_label(stops, i), (i, -stop.level), **place)
+        look = _COARSEST if stop.label == "solve" else {"color": BLUE, "marker": "o"}
+        ax.scatter(i, -stop.level, s=200, zorder=3, **look)
+        right, up = _label_place(stops, i)
+        ax.annotate(
+            _label(stops, i),
+            (i, -stop.level),
+            (right, up),
+            textcoords="offset points",
+            fontsize=LABEL,
+            ha="left" if right else "center",
+            va="bottom" if up > 0 else "top",
+        )
     # A stop that begins an iteration carries its number; the others carry None.
     starts = [i for i, stop in enumerate(stops) if stop.iteration is not None]
     for i, end in zip(starts, [*starts[1:], len(stops) - 1], strict=True):
@@ -163,17 +170,15 @@ def _label(stops: Sequence[Stop], i: int) -> str:
     return f"{label}-relaxation" if set(label) <= {"F", "C"} else label
 
 
-def _label_place(stops: Sequence[Stop], i: int) -> dict[str, Any]:
-    """Return where a label stands next to the path: above a peak, below a valley, and otherwise on the right."""
+def _label_place(stops: Sequence[Stop], i: int) -> tuple[int, int]:
+    """Return where a label stands, in points to the right and up: above a peak, below a valley, and otherwise on the right."""
     level = stops[i].level
     around = [stop.level for stop in (*stops[max(i - 1, 0) : i], *stops[i + 1 : i + 2])]
     if max(around) <= level:
-        return {"xytext": (0, -15), "ha": "center", "va": "top"}
+        return 0, -15
     if min(around) >= level:
-        return {"xytext": (0, 14), "ha": "center", "va": "bottom"}
-    if stops[i + 1].level > level:
-        return {"xytext": (11, 6), "ha": "left", "va": "bottom"}
-    return {"xytext": (11, -6), "ha": "left", "va": "top"}
+        return 0, 14
+    return (11, 6) if stops[i + 1].level > level else (11, -6)
 
 
 def batches(solver: Solver, layers: int) -> list[tuple[int, int, str]]:
