@@ -216,16 +216,17 @@ def race(target: float, runs: Mapping[str, Run], seconds: Mapping[str, float]) -
     for i, (name, run) in enumerate(runs.items()):
         look = line_style(i)
         ax.plot(*zip(*run.curve, strict=True), label=name, **look)
-        marker = {"marker": "os^DvP"[i], "color": look["color"]}
-        ax.plot(seconds[name], target, mec="white", ms=12, zorder=5, **marker)
+        colour, marker = look["color"], "os^DvP"[i]
+        ax.plot(seconds[name], target, marker, color=colour, mec="white", ms=12, zorder=5)
     ax.axhline(target, color=GREY, linestyle=":", zorder=1)
     # The axis begins near the median, because the first tests of a training would flatten the rest.
     accuracies = [accuracy for run in runs.values() for _, accuracy in run.curve]
     low, high = min(np.median(accuracies), target), max(accuracies)
     space = max(high - low, 0.01) / 2
-    ax.set(xlim=(0, None), ylim=(max(0, low - space), min(1, high + space)))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.set(
+        xlim=(0, None),
+        ylim=(max(0, low - space), min(1, high + space)),
         xlabel="seconds of training",
         ylabel="test accuracy",
         title=f"Markers: where {target:.1%} is reached",

@@ -101,8 +101,15 @@ def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
         for part, look, area in [(shown, _COARSEST, 0.8)] if last else points:
             ax.scatter(x[part], np.full(part.sum(), -level), s=area * size, zorder=3, **look)
         if not last:
-            line: dict[str, Any] = {"color": RED, "linewidth": 0.8, "alpha": 0.45, "zorder": 2}
-            ax.vlines(x[shown & coarse], -level - 1, -level, **line)
+            ax.vlines(
+                x[shown & coarse],
+                -level - 1,
+                -level,
+                color=RED,
+                linewidth=0.8,
+                alpha=0.45,
+                zorder=2,
+            )
         dt_of = f"dt {'≤' if layers % span else '='} {dt * span:.4g}"
         _name_level(ax, level, f"level {level}\n{steps} steps, {dt_of}")
         if end < layers:

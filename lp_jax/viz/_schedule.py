@@ -34,10 +34,18 @@ from lp_jax.viz._style import (
 
 COLOURS = collections.defaultdict(
     lambda: SKY,  # of coarse relaxation, and of phases of a solver from outside
-    dict.fromkeys(("propagation", "sweep", "relaxation"), BLUE)
-    | dict.fromkeys(("correction", "Newton iteration"), PURPLE)
-    | {"coarse right-hand side": ORANGE, "coarse solve": RED, "final sweep": GREEN}
-    | {"states again": "#BBBBBB", "gradient": "#444444"},
+    {
+        "propagation": BLUE,
+        "sweep": BLUE,
+        "relaxation": BLUE,
+        "correction": PURPLE,
+        "Newton iteration": PURPLE,
+        "coarse right-hand side": ORANGE,
+        "coarse solve": RED,
+        "final sweep": GREEN,
+        "states again": "#BBBBBB",
+        "gradient": "#444444",
+    },
 )
 """Colour of each phase of a solve. The gradient is a phase of its own."""
 

@@ -105,8 +105,8 @@ def bracket(ax: Axes, start: float, end: float, y: float, text: str) -> None:
     # An annotation without text is an arrow only; this style is a line with a bar at both ends.
     bar = {"arrowstyle": "|-|", "color": GREY, "mutation_scale": 4}
     ax.annotate("", (start, y), (end, y), arrowprops=bar)
-    middle: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
-    ax.annotate(text, ((start + end) / 2, y), (0, 2), **middle)
+    middle = ((start + end) / 2, y)
+    ax.annotate(text, middle, (0, 2), textcoords="offset points", ha="center", va="bottom")
 
 
 def note(fig: Figure, *paragraphs: str) -> None:
