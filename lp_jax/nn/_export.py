@@ -134,9 +134,8 @@ def _named(tree: PyTree) -> tuple[dict[str, jax.Array | np.ndarray], jax.tree_ut
         if _keys(name) != keys or "" in keys:
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} has no name, the keys joined by dots. Put "
-                f"arrays into dicts or lists, with "
-                "keys that are integers, or non-empty strings that have no dots and are not "
-                "numbers."
+                "arrays into dicts or lists, with keys that are integers, or non-empty strings "
+                "that have no dots and are not numbers."
             )
         named[name] = leaf
     return named, structure

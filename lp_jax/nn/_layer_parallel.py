@@ -228,8 +228,7 @@ def refuse_ranks(trunk: LayerParallel) -> None:
     if trunk.comm.splits:
         raise ValueError(
             f"the trunk's layers are spread over {trunk.comm.size} ranks, and each has only its "
-            f"run. Gather them first "
-            "(lp_jax.train.Ranks.gather), into a network on one rank."
+            "run. Gather them first (lp_jax.train.Ranks.gather), into a network on one rank."
         )
 
 

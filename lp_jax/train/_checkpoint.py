@@ -204,8 +204,7 @@ class Checkpoints:
         if not self.skip_damaged:
             raise CheckpointError(
                 f"the checkpoint {path} is damaged ({reason}); to go on from the one before, of "
-                f"step {earlier[-1]}, set "
-                "skip_damaged=True."
+                f"step {earlier[-1]}, set skip_damaged=True."
             )
         self._set_aside(path)
         return self._newest(template)
@@ -241,8 +240,7 @@ class Checkpoints:
         except RuntimeError:  # they wait in orbax, for this one
             raise CheckpointError(
                 f"the checkpoint {path} is damaged for this process and not for all others; move "
-                f"it elsewhere to go on from the "
-                "one before."
+                "it elsewhere to go on from the one before."
             ) from None
         if jax.process_index() == 0:
             aside = path.with_name(f"{path.name}.damaged")

@@ -92,8 +92,7 @@ class Controller:
             if each.rtol is None:
                 raise ValueError(
                     f"a controller sets {name}.rtol, and this {type(each).__name__} has none. Give "
-                    f"it one, and a cap on its "
-                    "iterations: Picard(sweeps=32, rtol=1e-2)."
+                    "it one, and a cap on its iterations: Picard(sweeps=32, rtol=1e-2)."
                 )
         return self._decision(self._within([solver.rtol, adjoint_solver.rtol]))
 

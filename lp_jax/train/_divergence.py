@@ -12,9 +12,8 @@ from lp_jax.train._types import Batch, Metrics
 
 ADVICE = (
     'the layer-parallel gradient may be wrong. Relax more (relaxation="FCF"), take a coarse step '
-    "closer to the layers "
-    "(coarse_step=Picard(sweeps=2)), a smaller t1 or learning rate; more iterations help only "
-    "where the norms come down"
+    "closer to the layers (coarse_step=Picard(sweeps=2)), a smaller t1 or learning rate; more "
+    "iterations help only where the norms come down"
 )
 # Residual norms below this fraction of the state's norm are near the rounding of single precision, where they grow by chance.
 _ROUNDING = 1e-5
@@ -75,7 +74,6 @@ def divergence_message(step: int, metrics: Metrics, batch: Batch) -> str:
         what = f"the gradient is not finite (norm {float(metrics.gradient_norm)})"
     return (
         f"stopped at step {step}: {what}. Lower the learning rate; if training with the exact "
-        f"gradient "
-        '(solver=Serial()) stays finite, relax more (relaxation="FCF") or take '
+        'gradient (solver=Serial()) stays finite, relax more (relaxation="FCF") or take '
         "coarse_step=Picard(sweeps=2)."
     )

@@ -143,8 +143,7 @@ def fit(
     if not callable(batches):
         raise TypeError(
             "batches must be a function batches(epoch) that gives the batches of an epoch, for a "
-            "list `lambda epoch: list`; "
-            f"got {type(batches).__name__}."
+            f"list `lambda epoch: list`; got {type(batches).__name__}."
         )
     log = log or Log()
     done = step = int(state.step)

@@ -265,8 +265,7 @@ def on_trunk(
         if "index" in inspect.signature(layer.__call__).parameters:
             raise TypeError(
                 f"{layer.__name__} reads its number (the keyword index), and at another depth "
-                f"layers have other numbers. Let it "
-                "read the time t, or train at one depth."
+                "layers have other numbers. Let it read the time t, or train at one depth."
             )
         return change(trunk)
 
@@ -276,9 +275,8 @@ def on_trunk(
     parts = list(getattr(trunk, "parts", ()))
     if not any(map(is_block, parts)):
         raise TypeError(
-            f"the trunk must be a LayerParallel, or a Network with such blocks; got "
-            f"{type(trunk).__name__}. The time steps of a "
-            "recurrent network share their weights, so there is nothing to refine: train it on "
-            "shorter sequences first."
+            "the trunk must be a LayerParallel, or a Network with such blocks; got "
+            f"{type(trunk).__name__}. The time steps of a recurrent network share their weights, "
+            "so there is nothing to refine: train it on shorter sequences first."
         )
     return nn.Network(*(on_trunk(part, change) if is_block(part) else part for part in parts))

@@ -209,7 +209,6 @@ def call_loss(loss_fn: LossFn, *args: PyTree) -> Loss:
         got = f"({', '.join(kinds)})" if isinstance(out, tuple) else f"{kinds[0]} only"
         raise TypeError(
             f"loss_fn must return (loss, info) with a lp_jax.train.Info; got {got}. For example: "
-            f"return loss, Info(total, "
-            "solution.stats, solution.result)."
+            "return loss, Info(total, solution.stats, solution.result)."
         )
     return out

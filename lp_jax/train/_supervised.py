@@ -170,9 +170,8 @@ def _supervised(
 ) -> tuple[LossFn, PyTree]:
     if penalty is not None and not isinstance(model.trunk, LayerParallel):
         raise TypeError(
-            f"penalty is of one block of layers: the trunk must be a LayerParallel; got "
-            f"{type(model.trunk).__name__}. Add that "
-            "of each block in a loss of your own."
+            "penalty is of one block of layers: the trunk must be a LayerParallel; got "
+            f"{type(model.trunk).__name__}. Add that of each block in a loss of your own."
         )
     # The static part of the model stays in the closure, and the loss is a pure function of the arrays.
     graphdef, state = nnx.split(model)
