@@ -76,9 +76,7 @@ def _as_general(x: jax.Array, kernel: jax.Array, *_: object, **__: object) -> ja
 def _products(x: jax.Array, kernel: jax.Array) -> jax.Array:
     # `lax.map` goes through the groups one after another, because patches of all images at once would leave the cache.
     groups = _tree.split(x, _images_at_once(x, kernel))
-    return lax.map(lambda images: _convolve_few(images, kernel), groups).reshape(
-        *x.shape[:-1], kernel.shape[-1]
-    )
+    return _tree.merge(lax.map(lambda images: _convolve_few(images, kernel), groups))
 
 
 def _products_bwd(
@@ -105,7 +103,7 @@ def _products_bwd(
     kernel_bar, x_bar = _tree.scan(
         add, _tree.wide(jnp.zeros_like(kernel)), _tree.split((x, y_bar), size)
     )
-    return x_bar.reshape(x.shape), kernel_bar.astype(kernel.dtype)
+    return _tree.merge(x_bar), kernel_bar.astype(kernel.dtype)
 
 
 _products.defvjp(lambda x, kernel: (_products(x, kernel), (x, kernel)), _products_bwd)
@@ -141,12 +139,9 @@ def _patches(x: jax.Array, taps: int) -> jax.Array:
 
 def _shifted(images: jax.Array, taps: Sequence[int]) -> list[jax.Array]:
     """Return for each tap, along the first axes of space, the images shifted by it, with zeros around them."""
-    around = [(0, 0), *((size // 2, size // 2) for size in taps)]
-    padded = jnp.pad(images, around + [(0, 0)] * (images.ndim - len(around)))
-    space = images.shape[1 : 1 + len(taps)]
+    sizes = [1, *taps, *[1] * (images.ndim - 1 - len(taps))]  # along all axes of the images
+    padded = jnp.pad(images, [(size // 2, size // 2) for size in sizes])
     return [
-        padded[
-            slice(None), *(slice(start, start + n) for start, n in zip(offset, space, strict=True))
-        ]
-        for offset in np.ndindex(*taps)
+        lax.slice(padded, start, np.add(start, images.shape).tolist())
+        for start in np.ndindex(*sizes)
     ]
