@@ -207,10 +207,8 @@ def _merged(graphdef: nnx.GraphDef, stacked: PyTree) -> Any:
 
 def trunk_step(module: nnx.Module) -> tuple[TrunkStep, PyTree, PyTree]:
     """Return a stacked module as a pure step, its parameters and its running statistics."""
-    graphdef, state = nnx.split(module)
-    params, stats = (
-        nnx.to_pure_dict(nnx.filter_state(state, kind)) for kind in (nnx.Param, nnx.BatchStat)
-    )
+    graphdef, *states = nnx.split(module, nnx.Param, nnx.BatchStat)
+    params, stats = map(nnx.to_pure_dict, states)
     updates = any(  # in eval() mode a call changes no running statistics
         not getattr(part, "use_running_average", False)
         for _, part in nnx.iter_modules(module)
