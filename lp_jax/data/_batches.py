@@ -66,7 +66,7 @@ def batches(
             f"{lengths}."
         )
     _check.integer("batch_size", batch_size, least=1)
-    (size, *_) = lengths
+    size = lengths[0]
     if batch_size > size:
         raise ValueError(
             f"batch_size must be at most the number of samples, {size}; got {batch_size}."

@@ -55,7 +55,7 @@ def peaks(
     grid = np.linspace(-_HALF, _HALF, 601)
     values = _function(grid[:, None], grid[None, :])
     inner = np.linspace(values.min(), values.max(), classes + 1)[1:-1]  # bounds between two classes
-    missing = np.array([len(range(label, samples, classes)) for label in range(classes)])
+    missing = np.bincount(np.arange(samples) % classes, minlength=classes)
     points = []
     labels = []
     # Points are drawn over the whole square and kept while their class lacks some. So they are uniform within a level set.

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from lp_jax import layer_slices
-from lp_jax._arrays import _check
+from lp_jax._arrays import _check, _tree
 from lp_jax._arrays._types import PyTree
 from lp_jax._programs._inputs import number_of_layers
 from lp_jax.nn._layer_parallel import LayerParallel, end_times, midpoints, refuse_ranks
@@ -88,7 +88,7 @@ def coarsen(layers: PyTree, factor: int = 2) -> PyTree:
         )
 
     def means(*trees: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: jnp.mean(x.reshape(-1, factor, *x.shape[1:]), axis=1), trees)
+        return jax.tree.map(lambda x: jnp.mean(x, axis=1), _tree.split(trees, factor))
 
     if isinstance(layers, LayerParallel):
         return _replaced(staying(layers, number // factor), _times(layers)[::factor], means)
