@@ -236,7 +236,7 @@ class Checkpoints:
         # damage that one's read, so all meet before and after.
         meet = multihost.get_barrier_sync_fn()
         try:
-            meet(key="lp-jax-damaged", timeout_ms=round(1000 * _PATIENCE))
+            meet(key="lp-jax-damaged", timeout_ms=_PATIENCE)
         except RuntimeError:  # they wait in orbax, for this one
             raise CheckpointError(
                 f"the checkpoint {path} is damaged for this process and not for all others; move "
@@ -246,12 +246,12 @@ class Checkpoints:
             aside = path.with_name(f"{path.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-        meet(key="lp-jax-set-aside", timeout_ms=round(1000 * _PATIENCE))
+        meet(key="lp-jax-set-aside", timeout_ms=_PATIENCE)
         # Orbax keeps a list of checkpoints, which still has the one that was renamed.
         self._checkpointer.reload()
 
 
-_PATIENCE = 300.0  # seconds that processes wait for each other
+_PATIENCE = 300_000  # milliseconds that processes wait for each other
 
 
 @contextlib.contextmanager
