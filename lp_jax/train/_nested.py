@@ -23,6 +23,9 @@ from lp_jax.train._step import init_state, make_train_step, map_slots, replicate
 from lp_jax.train._supervised import classification, parts_of
 from lp_jax.train._types import Batch, LossFn, TrainState
 
+MakeLoss = Callable[[nn.Classifier], tuple[LossFn, PyTree]]
+"""A loss of a network and its parameters, as `classification` returns them."""
+
 
 class Depth(NamedTuple):
     """A part of nested iteration: ``epochs`` at one depth. In a network of several blocks, the longest has ``layers``."""
@@ -41,7 +44,7 @@ def nested(
     *,
     steps_per_epoch: int,
     how: str = "constant",
-    loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = classification,
+    loss: MakeLoss = classification,
     measures: Callable[[nn.Classifier], Sequence[Every]] | None = None,
     folder: StrPath | None = None,
     config: Mapping[str, object] | None = None,
@@ -193,7 +196,7 @@ def deepen(
     factor: int = 2,
     *,
     how: str = "constant",
-    loss: Callable[[nn.Classifier], tuple[LossFn, PyTree]] = classification,
+    loss: MakeLoss = classification,
 ) -> tuple[nn.Classifier, TrainState]:
     """Return a network with ``factor`` times as many layers, and a training state to continue with it.
 

@@ -22,6 +22,9 @@ Measure = Callable[[jax.Array, jax.Array], jax.Array]
 Score = Callable[[jax.Array, jax.Array], tuple[jax.Array, Mapping[str, Any]]]
 """Loss of outputs and targets, and the counts of its `Info`."""
 
+Penalty = Callable[[Problem], jax.Array]
+"""A term of the loss from the problem of the trunk's layers, such as `depth_penalty`."""
+
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Return the softmax cross-entropy, a mean over the labels that are not negative: the loss of `classification`.
@@ -75,9 +78,7 @@ class Residuals(NamedTuple):
     adjoint_scale: jax.Array
 
 
-def classification(
-    model: Classifier, *, penalty: Callable[[Problem], jax.Array] | None = None
-) -> tuple[LossFn, PyTree]:
+def classification(model: Classifier, *, penalty: Penalty | None = None) -> tuple[LossFn, PyTree]:
     """Return the softmax cross-entropy of a classifier as a pure function of its parameters.
 
     Args:
@@ -149,9 +150,7 @@ def classification(
     return _supervised(model, score, penalty)
 
 
-def regression(
-    model: Classifier, *, penalty: Callable[[Problem], jax.Array] | None = None
-) -> tuple[LossFn, PyTree]:
+def regression(model: Classifier, *, penalty: Penalty | None = None) -> tuple[LossFn, PyTree]:
     """Return the mean squared error of a model of values as a pure function of its parameters.
 
     Arguments and results are those of `classification`; the closing layer has as many outputs as there are values. Batches are
@@ -165,9 +164,7 @@ def regression(
     )
 
 
-def _supervised(
-    model: Classifier, score: Score, penalty: Callable[[Problem], jax.Array] | None
-) -> tuple[LossFn, PyTree]:
+def _supervised(model: Classifier, score: Score, penalty: Penalty | None) -> tuple[LossFn, PyTree]:
     if penalty is not None and not isinstance(model.trunk, LayerParallel):
         raise TypeError(
             "penalty is of one block of layers: the trunk must be a LayerParallel; got "
