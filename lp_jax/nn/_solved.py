@@ -30,9 +30,9 @@ class Solved(nnx.Module, abc.ABC):
         comm: Comm | Mesh | None = None,
     ):
         _inputs.solvers(optional=True, solver=solver, adjoint_solver=adjoint_solver)
-        for name, value in (("solver", solver), ("adjoint_solver", adjoint_solver)):
-            # NNX metadata; tolerances as Python floats, as arrays would be state of the model
-            setattr(self, name, None if value is None else nnx.static(jax.tree.map(float, value)))
+        # NNX metadata; tolerances as Python floats, as arrays would be state of the model
+        self.solver = nnx.static(jax.tree.map(float, solver))
+        self.adjoint_solver = nnx.static(jax.tree.map(float, adjoint_solver))
         self.comm = nnx.static(_inputs.comm(comm))
 
     @abc.abstractmethod
