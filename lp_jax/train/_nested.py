@@ -153,11 +153,10 @@ def nested(
         with contextlib.ExitStack() as stack:
             if path is not None:
                 about = {**(config or {}), "layers": depth.layers}
-                checkpoints = Checkpoints(
-                    path, config=about, skip_damaged=skip_damaged, ranks=ranks
+                checkpoints = stack.enter_context(
+                    Checkpoints(path, config=about, skip_damaged=skip_damaged, ranks=ranks)
                 )
-                stack.enter_context(checkpoints)
-                options = {**options, "checkpoints": checkpoints}
+                options["checkpoints"] = checkpoints
                 # The state at the beginning of a depth is saved, because its layers
                 # cannot be made again without the depth before.
                 if checkpoints.latest is None:
