@@ -118,9 +118,13 @@ def _draw_grid(ax: Axes, levels: Sequence[tuple[int, int]], dt: float) -> None:
     ax.set(xlim=(-0.6, right), ylim=(0.7 - len(levels), 0.3))
     ax.set_axis_off()
     # Empty scatters give the legend its entries, with markers of one size whatever the picture has.
-    ax.scatter([], [], s=80, label="C-point: also on the next level", **_COARSE)
-    ax.scatter([], [], s=80, label="F-point", **_FINE)
-    ax.scatter([], [], s=80, label="coarsest level", **_COARSEST)
+    kinds = {
+        "C-point: also on the next level": _COARSE,
+        "F-point": _FINE,
+        "coarsest level": _COARSEST,
+    }
+    for label, look in kinds.items():
+        ax.scatter([], [], s=80, label=label, **look)
     legend_above(ax, ncols=3)
 
 
