@@ -49,11 +49,8 @@ def where(condition: jax.Array, a: PyTree, b: PyTree) -> PyTree:
 
 def where_rows(mask: jax.Array, a: PyTree, b: PyTree | None = None) -> PyTree:
     """Leafwise ``jnp.where`` with a condition for each entry of the leading axis; None stands for zeros."""
-
     b = jax.tree.map(lambda x: 0, a) if b is None else b
-    return jax.tree.map(
-        lambda x, y: jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y), a, b
-    )
+    return jax.tree.map(lambda x, y: jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y), a, b)
 
 
 def zeros_like(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:

@@ -278,9 +278,7 @@ class Secant(Sweeps):
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
         swept = begin(levels[0], guess)
         # The first sweep has slope 0, and no change to learn from.
-        slope = _tree.varying(
-            jnp.zeros((), _tree.wide_dtype(swept.last)), swept
-        )
+        slope = _tree.varying(jnp.zeros((), _tree.wide_dtype(swept.last)), swept)
         return Start(swept._replace(change=_tree.zeros_like(swept.entering), slope=slope))
 
     def improve(self, levels: Sequence[Level], state: Swept) -> tuple[Swept, Residual]:
