@@ -212,8 +212,10 @@ class Rules:
         # All programs within an operation of a gradient are parts of that gradient, too.
         if in_gradient(eqn) and not self.in_gradient:
             return dataclasses.replace(self, in_gradient=True)._operation(eqn, ins)
-        # The custom_vjp of a solve is no function of the user, so nothing is said of the scans in it.
-        if (has_rule(eqn, "jvp") or has_rule(eqn, "vjp")) and SOLVED not in scopes(eqn):
+        # A solve has its own solver, and nothing is said of the scans in it.
+        if SOLVED in scopes(eqn):
+            return bind(eqn, ins)
+        if has_rule(eqn, "jvp") or has_rule(eqn, "vjp"):
             for one in filter(is_scan, walk([eqn])):
                 self._left(one, "it is in a function with a derivative of its own", self.solver)
         # An operation without scans is evaluated as it was.

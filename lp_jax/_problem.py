@@ -29,7 +29,10 @@ SOLVED = "lp_jax.solve"  # scope of the operations of a solve
 
 
 class Gradients(NamedTuple):
-    """Gradients of a loss with respect to the arguments of `solve`, whose shapes they have; see `solve_vjp`."""
+    """Gradients of a loss with respect to the arguments of `solve`, whose shapes they have; see `solve_vjp`.
+
+    ``adjoint_trajectory`` is no gradient but the cotangents at which the adjoint solve ended, a guess for the next one.
+    """
 
     params: PyTree
     y0: State
@@ -87,7 +90,7 @@ class Problem(_inputs.Network):
         """Return the `Solution` and its pullback, as `lp_jax.solve_vjp` does; the arguments are the same."""
         tracing = begin(self, solver, adjoint_solver)
         program, arrays = prepare(tracing, guess, adjoint_guess)
-        # A relay does not return the cotangents at which it ended.
+        # The pullback returns the cotangents at which the adjoint ended. A relay does not have them, but levels do.
         program = dataclasses.replace(program, relay="")
         solved = self.comm.adapt(program, arrays, functools.partial(_partitions, program, arrays))
 
@@ -95,9 +98,9 @@ class Problem(_inputs.Network):
             own: tuple[Slices, State, PyTree], ended: PyTree
         ) -> tuple[tuple[State, list[jax.Array]], tuple[PyTree, PyTree]]:
             slices, y0, shared = own
-            y1, aux, rest = solved(
-                arrays._replace(slices=slices, y0=y0, shared=shared, ended=ended)
-            )
+            given = arrays._replace(slices=slices, y0=y0, shared=shared, ended=ended)
+            with jax.named_scope(SOLVED):
+                y1, aux, rest = solved(given)
             # Only the inexact leaves of aux have cotangents.
             return (y1, _tree.partition(aux)[0]), (aux, rest)
 
@@ -109,7 +112,7 @@ class Problem(_inputs.Network):
             seen = seen_of(aux, aux_cotangent) or [None] * len(emitted)
             # Within a user's shard_map cotangents must vary over the same axes as their primals.
             cotangent, seen = _tree.varying((y1_cotangent, seen), y1)
-            # A zero of JAX that is no array lets the adjoint solve leave its source out.
+            # A symbolic zero says that the loss does not use this leaf, so the adjoint solve needs no source for it.
             of_aux = [
                 ad.Zero(jax.typeof(x)) if a is None else _placed(a, x)
                 for x, a in zip(emitted, seen, strict=True)
@@ -130,7 +133,7 @@ class Problem(_inputs.Network):
 
 
 def _placed(x: jax.Array, like: jax.Array) -> jax.Array:
-    """The array where ``like`` is, if types hold places."""
+    """Put ``x`` on the devices of ``like``, if that is spread over explicit axes of a mesh; otherwise return ``x``."""
     if not _tree.explicit(like):
         return x
     if isinstance(like, jax.core.Tracer):
@@ -160,7 +163,7 @@ def solve_traced(
     solved = comm.adapt(program, arrays, functools.partial(_partitions, program, arrays))
     if piping is not None and program.relay:
         solved = functools.partial(_in_pipeline, comm, piping, program, solved)
-    # `parallel` recognises operations of a solve by this scope, and leaves their scans as they are.
+    # `parallel` recognises operations of a solve by this scope, and leaves them as they are.
     with jax.named_scope(SOLVED):
         y1, aux, (stats, trajectory) = solved(arrays)
     return Solution(y1, jax.lax.stop_gradient(stats), without_gradient(trajectory, _RESTART), aux)
@@ -184,7 +187,7 @@ def solve(
     comm: Comm | None = None,
     has_aux: bool = False,
 ) -> Solution:
-    """Propagate ``y0`` through N layers, all at once; gradients are computed all at once, too.
+    """Propagate ``y0`` through N layers: all at once by an iterative solver, and so are the gradients, or one after another.
 
     Solves ``u[n+1] = step(u[n], layer n)``, ``u[0] = y0`` and returns ``u[N]``. At convergence this is the state that
     ``lax.scan`` gives, and ``jax.grad`` of it is the gradient of the scan: the adjoint system
@@ -203,15 +206,16 @@ def solve(
             array of N + 1 increasing times (then ``t0`` is not used). Differentiated where it is a JAX value.
         steps: N, for a network without ``params`` and ``data``; ``layer.data`` is then the number of the layer.
         solver: `Picard`, `MGRIT`, `Newton` or `Serial`. None is for any network: the method that is predicted to be fastest by
-            the cost of a layer on the device (`planning.default` says which). Sweeps go to a tolerance of 1e-3, of the adjoint
-            to 1e-2, and may cost as much as serial propagation, which then decides. It is short for ``Fastest(rtol=1e-3)``, whose
-            ``rtol`` sets these tolerances; with None only exact methods are taken.
+            the cost of a layer on the device (`planning.default` says which). Sweeps end at a tolerance of 1e-3, those of the
+            adjoint at 1e-2. If they have cost as much as serial propagation by then, the layers run one after another instead.
+            None is short for ``Fastest(rtol=1e-3)``, whose ``rtol`` sets these tolerances; ``Fastest(rtol=None)`` takes only
+            exact methods.
         adjoint_solver: the same for the adjoint system; None means the settings of ``solver`` (and a single iteration of
             `Newton`, as that system is linear). `Fastest` chooses both, and is no adjoint solver of another one.
-        guess: where the first iteration starts: "constant" (``y0`` at every point) or "zeros", unless it is a cascade
-            of `MGRIT`; or states at the level-0 C-points after point 0, leaves ``(ceil(N / m), ...)``, such as
-            ``Solution.trajectory`` of an earlier call. `MGRIT` then starts with a cycle. With "zeros" the adjoint solve starts
-            from zeros, too.
+        guess: where the first iteration starts: "constant" (``y0`` at every point) or "zeros", both of which `MGRIT` ignores
+            where its first iteration is a cascade; or states at the level-0 C-points after point 0, leaves
+            ``(ceil(N / m), ...)``, such as ``Solution.trajectory`` of an earlier call. `MGRIT` then starts with a cycle. With
+            "zeros" the adjoint solve starts from zeros, too.
         adjoint_guess: where the adjoint solve starts: ``gradients.adjoint_trajectory`` of an earlier `solve_vjp`; None is the
             solver's own start. ``jax.grad`` returns for this argument the trajectory at which the adjoint solve *ended*.
         comm: where the layers live: on one device (None), over a mesh (`MeshComm`) or over MPI ranks (`MPIComm`).

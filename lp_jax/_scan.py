@@ -67,7 +67,7 @@ def scan(
     Raises:
         ValueError: for lengths that do not agree, and for solvers that stretch dt.
         TypeError: for a body that changes its carry's structure, shapes or dtypes, or does not return a pair; for integers
-            in the carry that depend on its inexact leaves.
+            in the carry that depend on its inexact leaves, except with the default and exact solvers on one device.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -80,7 +80,7 @@ def scan(
         >>> y.shape, means.shape
         ((4,), (32,))
     """
-    # This is `jax.lax.scan`, for what a solve does not change.
+    # This is `jax.lax.scan` itself, for carries that need no solve.
     plain = functools.partial(_tree.scan, body, init, xs, length, reverse, unroll, _split_transpose)
     init, xs, length = started(body, init, xs, length)
     comm = _inputs.comm(comm)
@@ -92,7 +92,7 @@ def scan(
         return plain()
     try:
         one = as_problem(body, init, xs, length, reverse, comm)
-    # Only layers one after another give such integers. The default and exact solvers on one device are allowed to do that.
+    # Integers that follow from the state come from a plain scan only. The default and exact solvers may take it; others may not.
     except _IntegersFollow:
         if comm.size == 1 and (solver is None or solver.chooses or solver.exact):
             return plain()
@@ -113,8 +113,9 @@ def scanned(
 ) -> Problem:
     """Return the `Problem` of a `scan`, with its arguments, for `solve`, `plan` and `calibrate`.
 
-    The step is a layer of time 1 (``t1 = N``). The state is the carry, or the list of its leaves if it holds other classes
-    than dict, list and tuple, with None for integers and keys. Aux is the ``ys``, in the order in which they are computed.
+    The step is a layer of time 1 (``t1 = N``; on MPI ranks all layers together are). The state is the carry, or the list of its
+    leaves if it holds other classes than dict, list and tuple, with None for integers and keys. Aux is the ``ys``, in the order
+    in which they are computed.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -279,7 +280,7 @@ def _fixed(
         carry = jax.tree.unflatten(structure, _join(state, fixed))
         return _others(list(map(jnp.asarray, jax.tree.leaves(body(carry, x)[0])))), fixed
 
-    # JAX scans over no axis that is spread by its type.
+    # `lax.scan` refuses a leading axis that is spread over an explicit axis of a mesh, so every device gets all of xs.
     everywhere = jax.tree.map(
         lambda x: jax.sharding.reshard(x, gathered(x).sharding) if _tree.explicit(x) else x, xs
     )

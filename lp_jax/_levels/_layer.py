@@ -1,7 +1,8 @@
 """The user's step as solvers call it. Its Python code runs when it is traced; solvers evaluate or linearise its program.
 
-The code runs twice per level: once to see what it returns, and once more for the `LayerStep` that knows it, because JAX caches
-programs by the function that is traced.
+The code runs twice per level. The first trace finds the structure of what it returns; a `LayerStep` with that structure is
+another function to JAX, so it is traced once more. A step that closes over traced values is traced once, and its program is
+kept. A step with a derivative rule that may use such values runs in every trace.
 """
 
 import dataclasses
@@ -121,7 +122,7 @@ def _constant_unless(condition: jax.Array, tree: PyTree) -> PyTree:
     return combine([_differentiated_if(condition, x) for x in leaves])
 
 
-# JAX keeps the leaf itself for the gradient; it would keep its copy, too, for a select against `stop_gradient` of the leaf.
+# For the gradient JAX keeps the leaf itself. It would keep a copy, too, for ``where(condition, x, stop_gradient(x))``.
 @jax.custom_jvp
 def _differentiated_if(condition: jax.Array, x: jax.Array) -> jax.Array:
     return x

@@ -1,8 +1,8 @@
 """One level of the hierarchy: a chain of dependent steps, grouped into intervals.
 
 The finest level of a forward solve has no right-hand side. A coarse level has another step, and the right-hand side of the FAS
-scheme. The adjoint system is a level too, reversed, with a right-hand side on its finest level if aux has cotangents. So cycles
-and sweeps are the same on all of them; the number of a level only picks its relaxation.
+scheme. The adjoint system is a level too, reversed. If aux has cotangents, they are its right-hand side where linearised steps
+are kept, and enter its steps otherwise. So cycles and sweeps are the same on all levels.
 """
 
 import dataclasses
@@ -52,7 +52,8 @@ class Level:
     span: int = 1  # number of layers that one step stands for
     rhs: Points | None = None  # right-hand side, as `split` groups it; None for zero
     reverse: bool = False  # whether the chain runs from the last step to the first
-    at_once: int = 1  # number of intervals whose steps are evaluated at once
+    # largest number of intervals, each with one step, that are evaluated at once; it may exceed their number
+    at_once: int = 1
     unroll: int = 1  # number of steps to unroll where they follow each other
     # (restrict, prolong) of the state to and from the next coarser level
     transfer: Transfer | None = None
@@ -62,9 +63,9 @@ class Level:
     with_states: Callable[[PyTree, Points], PyTree] | None = None
     # operands of all workers' steps, where the level is solved on every worker
     gathered: PyTree = None
-    # size of the states, by which residuals are divided before they are squared; None for 1
+    # size of ``y0``, by which residuals are divided before they are squared; None for 1
     scale: Scalar | None = None
-    # step whose Jacobian Newton takes; of an adjoint level the one that is transposed
+    # step whose Jacobian Newton takes, None for the level's own; of an adjoint level the step that was transposed
     origin: SliceStep | None = None
     has_sources: bool = False  # whether the steps are affine: an adjoint with sources
     chain: PyTree = None  # the layers, from which coarser levels are made; None on an adjoint level

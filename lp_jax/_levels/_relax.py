@@ -33,7 +33,7 @@ class Relaxed(NamedTuple):
 
 
 def f_relax(level: Level, u: CPoints) -> Points:
-    """F-relaxation: the states after every step, ``(steps, ...)``, F-points propagated from the C-point on their left.
+    """F-relaxation: the states after every step, ``(steps, ...)``, F-points propagated from the C-point before them.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -51,7 +51,10 @@ def f_relax(level: Level, u: CPoints) -> Points:
 
 
 def c_relax(level: Level, u: CPoints, weight: jax.Array | float = 1.0) -> CPoints:
-    """F-relaxation, then C-relaxation ``u_c <- w Phi(u[c-1]) + (1 - w) u_c`` of all C-points at once (Jacobi)."""
+    """F-relaxation, then C-relaxation of all C-points at once (Jacobi), ``u_c <- w (Phi(u[c-1]) + g_c) + (1 - w) u_c``.
+
+    ``g`` is the level's right-hand side.
+    """
     swept, _ = sweep(level, level.incoming(u))
     return _tree.blend(weight, swept, u)
 

@@ -209,7 +209,8 @@ def _interval(
 ) -> tuple[State, PyTree]:
     """``count`` steps from ``u`` through the interval ``at`` of ``xs``, ``rhs`` and ``emitted``.
 
-    These have leaves ``(intervals, factor, ...)``, or ``(factor, ...)`` where ``at`` is left out. They are indexed by interval
+    These have leaves ``(intervals, factor, ...)``, or ``(factor, ...)`` where ``at`` is left out; states in ``xs`` that are to be
+    recomputed have ``(intervals, ...)``. They are indexed by interval
     and step at once, not scanned over: an interval's operands would be copied first, and under vmap a scanned operand
     would have its two leading axes swapped, which copies all parameters.
     """

@@ -2,7 +2,8 @@
 
 With lam[N] the cotangent of the last state, ``lam[n] = (dPhi_n/du at u[n])^T lam[n+1]`` is a chain of steps from the last
 layer to the first. Its levels are the transposed forward levels, which solvers treat like those. The finest one is linearised
-at the states of the forward solve's final sweep, which determine the limit; coarse ones at the C-points after that sweep.
+at the states of the forward solve's final sweep, which determine the limit. A coarse one is linearised at the C-points after that
+sweep if its steps begin at C-points of the forward solve, and otherwise at the final sweep's states, too.
 """
 
 import dataclasses
@@ -88,7 +89,7 @@ def solve_adjoint(
     forward = tuple(level.fill_in(states) for level in forward)
 
     def entering_coarse(span: int) -> Points:
-        """States that enter every ``span``-th layer. C-points of the forward solve are taken after C-relaxation."""
+        """States that enter every ``span``-th layer: C-points of the forward solve where they begin such steps."""
         if span % stride:
             return jax.tree.map(lambda x: x[::span], states)
         c_points = chain.workers.incoming(saved.c_points, chain.y0, stride, reverse=False)

@@ -34,13 +34,13 @@ class MGRIT(Solver):
         levels: number of levels, the finest included; 1 is serial propagation. Coarsening stops earlier where a level
             would have fewer than ``min_coarse`` steps.
         coarsening: coarsening factor m, or one per level (the last one repeats).
-        iterations: number of cycles; with a tolerance their maximum.
-        rtol: stop when the residuals are at most this times the first ones that were measured, or times the states if these
-            are smaller. Each component of the state is compared with its own size, the largest at any C-point, so that units do
+        iterations: number of cycles, of which a cascade counts as the first; with a tolerance their maximum.
+        rtol: stop when the residuals are at most this times the first ones that were measured, or times the states, whichever
+            is smaller. Each component of the state is compared with its own size, the largest at any C-point, so that units do
             not matter; what counts is the root of the mean square over the components of a leaf. What rounding leaves of a
             component counts as zero.
         atol: stop when the residual norm is at most this. A negative tolerance is never met, so that all iterations are made.
-        fallback: propagate the layers serially if the tolerance is not met. An iteration that diverges (its error grew tenfold)
+        fallback: propagate the layers serially if the tolerance is not met. An iteration that diverges (its error grew 12-fold)
             or stalls is given up at once.
         relaxation: "F", "FCF", "FCFCF", ..., or a function ``r(level, u) -> u`` made of `f_relax` and `c_relax`; or one per
             level, finest first (the last one repeats).
@@ -64,8 +64,10 @@ class MGRIT(Solver):
         at_once: as in `Picard`.
 
     Raises:
-        ValueError: for a value out of range, naming the field.
-        TypeError: for a number of levels, a factor or a number of iterations that is not an integer.
+        ValueError: for a value out of range, naming the field; in the solve for `spatial` beside coarse steps that need the
+            trajectory, and for a ``jacobian_of`` in ``coarse_step`` or ``coarsest``.
+        TypeError: for a number of levels, a factor or a number of iterations that is not an integer; in the solve for a
+            ``coarse_step`` or ``coarsest`` of another kind.
 
     Example:
         >>> import jax.numpy as jnp, lp_jax
@@ -173,6 +175,13 @@ class MGRIT(Solver):
                 f"coarsest must be a solver that works on one level, like Serial(), Picard(...) or "
                 f"Newton(...); got {self.coarsest!r}."
             )
+        for name in ("coarse_step", "coarsest"):
+            if getattr(getattr(self, name), "jacobian_of", None) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} takes the Jacobian of another step than the "
+                    "layers', which only a solver of the layers themselves can do. Leave "
+                    "jacobian_of out, or take Newton(...) in place of MGRIT."
+                )
         if len(self.grid(steps)) == 1:
             return Serial()
         return dataclasses.replace(self, start="guess") if warm else self

@@ -208,6 +208,11 @@ def test_refusals():
         TypeError, match="jacobian_of must be a function of the form of the step; got 'full'"
     ):
         lp_jax.Newton(jacobian_of="full")
+    # An inner solver evaluates the layers of an interval only.
+    inner = lp_jax.Newton(iterations=1, jacobian_of=dense_step)
+    for name in ("coarse_step", "coarsest"):
+        with pytest.raises(ValueError, match=f"{name}=.* Leave jacobian_of out"):
+            states(dense_step, *problem(), lp_jax.MGRIT(**{name: inner}))
 
 
 IN_TURN = dataclasses.replace(CPU, chain_flops=0.0)

@@ -175,6 +175,27 @@ def test_a_solver_of_where_that_is_not_used_is_said():
         lp_jax.parallel(f, where=lambda scan: EXACT)(W, X)
 
 
+@pytest.mark.parametrize("solver", [None, SERIAL, EXACT])
+def test_a_solve_keeps_its_own_solver(solver):
+    """One sweep would give other numbers. A solve that has its pullback is no gradient to warn of."""
+
+    def step(y, layer):
+        return body(y, layer.params)[0]
+
+    def f(w):
+        return total(lp_jax.solve(step, w, X, solver=solver).y1)
+
+    def with_pullback(w):
+        solution, pullback = lp_jax.solve_vjp(step, w, X, solver=solver)
+        return total(pullback(solution.y1)[0].params)
+
+    once = lp_jax.Picard(sweeps=1)
+    swept = lp_jax.parallel(lambda w: total(plain(w, X)[0]), solver=once)
+    assert relative_error(swept(W), f(W)) > 1e-2
+    for each in (f, jax.grad(f), with_pullback):
+        np.testing.assert_array_equal(lp_jax.parallel(each, solver=once)(W), each(W))
+
+
 def test_the_default_leaves_what_nothing_is_faster_than():
     """To the bit, and differentiable in forward mode."""
     got = jax.jit(jax.value_and_grad(lambda w: total(lp_jax.parallel(plain)(w, X))))(W)

@@ -100,7 +100,7 @@ def test_the_drawing_is_the_traceback():
     page = PAGE.read_text()
     lines = re.findall(r"^ *\d+ +(\S+) +(_\w+\.py)", page, flags=re.MULTILINE)
     assert lines == [(name.replace("<locals>.", ""), file) for name, file in drawn()]
-    (number,) = re.findall(r"(\d+) calls lie between", page)
+    (number,) = re.findall(r"(\d+) calls lead from", page)
     assert int(number) == len(lines)
 
 
