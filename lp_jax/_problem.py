@@ -75,7 +75,7 @@ class Problem(_inputs.Network):
         adjoint_guess: CPoints | None = None,
     ) -> Solution:
         """Return the `Solution`, as `lp_jax.solve` does; the arguments are the same."""
-        # In a pipeline the fields are checked anew, by which ``comm=None`` becomes its row of workers.
+        # This checks the fields anew, and ``comm=None`` becomes the pipeline's workers, which were not known before.
         problem = self if asked.value.piping is None else self.replace()
         return solve_traced(begin(problem, solver, adjoint_solver), guess, adjoint_guess)
 

@@ -140,7 +140,7 @@ class _BodyStep:
 
     @classmethod
     def of(cls, body: Body, init: PyTree) -> "_BodyStep":
-        """The state has the structure of the carry. With classes of others it is a list: they may convert what they hold."""
+        """The state has the structure of the carry, or is a list of its leaves, as a foreign class may convert what it holds."""
         leaves, carry = jax.tree.flatten(init)
         state = _inexact(leaves)
         if _is_plain(carry):
@@ -215,7 +215,7 @@ def as_problem(
     data = fixed, jnp.arange(n, dtype=jnp.int32)
     step = _BodyStep.of(body, init)
     y0 = step.solved_for(jax.tree.leaves(init))
-    # Ranks with unlike numbers of layers have to agree on the time.
+    # A rank knows only its own number of layers, so there the whole scan takes time 1. A body never sees the time.
     whole = 1.0 if comm.splits else float(n)
     problem = Problem(step, xs, y0, data=data, t1=whole, comm=comm, has_aux=True)
     return ScanProblem(problem, plain, init, last, reverse)
@@ -240,8 +240,9 @@ def started(body: Body, init: PyTree, xs: Stacked, length: Any) -> tuple[PyTree,
         jax.tree.map(gathered, xs),
     )
     leaves, structure = jax.tree.flatten(init)
-    pairs = zip(leaves, kinds, strict=True)  # keys have no astype
-    # `lax.scan` promotes a weakly typed carry to what the body returns, which may be weakly typed, too.
+    pairs = zip(leaves, kinds, strict=True)
+    # `lax.scan` promotes a weakly typed carry to what the body returns, which may be weakly typed, too. Keys, which have no
+    # astype, are never weak.
     typed = [x.astype(kind.dtype) if _is_weak(x) and not kind.weak_type else x for x, kind in pairs]
     n = _tree.leading(xs) if jax.tree.leaves(xs) else length
     return jax.tree.unflatten(structure, typed), xs, _check.integer("length", n, least=0)
@@ -261,6 +262,7 @@ def _fixed(
     program = jax.make_jaxpr(body)(init, _tree.entry_like(xs)).jaxpr
     # Does an integer of the next carry depend on a floating-point leaf of this one?
     solved = [*inexact, *[False] * (len(program.invars) - len(inexact))]
+    # `follows` goes on with the results of y, which the loop below leaves out.
     follows = following(program, solved)
     for (path, leaf), known, follow in zip(
         jax.tree.leaves_with_path(init), inexact, follows, strict=False

@@ -309,13 +309,13 @@ class OnMesh(Workers):
             axis_names={self.axis},
             check_vma=False,
         )
-        # The gradient of a loop around a solve takes out of the loop what does not depend on its carry, and would divide the
-        # solve, whose parts hold types of another mesh.
+        # In the gradient of a loop around a solve, JAX moves what does not depend on the carry out of the loop. A part of a solve
+        # that is moved keeps types of the solve's mesh, and does not compile outside of it.
 
         def whole(*arrays: PyTree) -> tuple[Stacked, PyTree]:
             if any(map(_tree.explicit, jax.tree.leaves(arrays))):  # only outside of loops
                 return opened(*arrays)
-            # keys of "rbg", and words of keys, would draw other numbers if they were batched with the rest
+            # What depends on a batched array is batched, too. Keys of "rbg", and words of keys, would draw other numbers then.
             kinds = [x.dtype.name for x in jax.tree.leaves(arrays)]
             # `depend` makes all arrays depend on each other, so that JAX cannot take a part of the solve out of a loop.
             some, combine = _tree.partition(arrays, [k not in (*ALONE, "uint32") for k in kinds])
@@ -342,8 +342,8 @@ class OnMesh(Workers):
         place = by * (self.index() - self.first(reverse))  # in the row
         # In turn `now` the device at `place` takes microbatch `now - place`: the last one starts in turn `active - 1`.
         turns = count + self.active - 1
-        # Where kernels are launched, idle devices would wait anyway, and the loop's length is known. Over other axes of the mesh
-        # the compiler may exchange something in a step (halos), for which devices of a CPU all wait.
+        # All devices evaluate every turn where kernels are launched, as idle devices would wait anyway; and where the mesh has
+        # other axes, over which a step may exchange something (halos), as devices of a CPU all wait for such an exchange.
         # Within a comm that wraps this one, the processor is not known.
         wide = self.processor is not None and self.processor.wide
         everyone = wide or self.mesh.size > self.size

@@ -26,11 +26,11 @@ class Chain:
     y0: State
     workers: Workers
     padded: bool  # whether layers check for padding, on which they are the identity
-    # the level whose steps an interval consists of; None for the whole network
+    # of the chain of one interval the level whose coarse step it is, as its layers are that level's; None for the whole network
     level: int | None = None
 
     def at_once(self, setting: int | float | str, least: int = 1) -> int:
-        """Number of layers that a solver with this setting evaluates at once on each worker, at least ``least`` for a number."""
+        """Number of layers that a solver with this setting evaluates at once on each worker. A number is raised to ``least``."""
         # In a batch JAX draws other random numbers from some kinds of keys, so layers that use them are evaluated one by one.
         if self.traced.footprint.alone:
             return 1
@@ -58,6 +58,7 @@ class Chain:
     ) -> Callable[..., PyTree]:
         """The layer on a level, or another of the user's steps; with aux it returns ``(u_next, aux)``.
 
+        On the chain of an interval it is always the layer on that interval's level.
         ``in_turn`` says that layers are evaluated one after another, never in a batch.
         """
         step = dict(self.traced.steps)[which if self.level is None else self.level]
@@ -91,17 +92,15 @@ class Chain:
         layers = slices.index.shape[0]
         workers = Local(layers=layers, held=(layers,), processor=self.workers.processor).fit(unit)
         # The interval itself may end with padding of the network.
-        padded, slices = (
-            self.padded or workers.padded,
-            pad_slices(slices, workers.held[0], self.layers),
-        )
+        padded = self.padded or workers.padded
+        slices = pad_slices(slices, workers.held[0], self.layers)
         return dataclasses.replace(
             self, slices=slices, shared=shared, y0=y0, workers=workers, padded=padded, level=level
         )
 
 
 def pad_slices(slices: Slices, n: int, layers: int) -> Slices:
-    """Pad to ``n`` slices. The new ones are inert, because their index is the number of layers or a larger one."""
+    """Pad to ``n`` slices. A step passes the state on unchanged where the index is at least ``layers``, as in the new ones."""
     length: int = slices.index.shape[0]
     if n == length:
         return slices

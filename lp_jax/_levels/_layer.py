@@ -58,7 +58,7 @@ class LayerStep:
     level: int
     has_aux: bool
     structure: jax.tree_util.PyTreeDef | None = None  # of its output; None before the first trace
-    # most rows of a product whose weight's gradient is a sum of outer products; 0 for none
+    # in products of at most this many rows, a weight's gradient is a sum of outer products, which is faster on a CPU; 0 for none
     terms: int = 0
     # the step's programs by the state's signature, if it closes over traced values
     hoisted: tuple[tuple[Signature, Hoisted], ...] = ()
@@ -117,7 +117,7 @@ class LayerStep:
 
 
 def _constant_unless(condition: jax.Array, tree: PyTree) -> PyTree:
-    """``tree`` itself; cotangents of it are zeros, even where they are not finite, unless ``condition`` holds."""
+    """Return ``tree``. Unless ``condition`` holds, its cotangents become zeros, even those that are not finite."""
     leaves, combine = _tree.partition(tree)
     return combine([_differentiated_if(condition, x) for x in leaves])
 
@@ -138,7 +138,7 @@ def _(
 
 
 def needs_its_trace(program: core.ClosedJaxpr, *arguments: PyTree) -> bool:
-    """Whether a derivative rule in a step's program uses, or may use, a value of its trace, so that it cannot be used later."""
+    """Whether a derivative rule in a step's program may close over values of the trace, so that no other trace can use it."""
 
     def transpose(*arguments: jax.Array) -> PyTree:
         leaves, combine = _tree.partition(list(arguments))
@@ -164,7 +164,8 @@ class Traced:
     # the layer on each level, and other steps of the solvers
     steps: tuple[tuple[StepKey, LayerStep], ...]
     layers: int
-    # cost and memory of a layer, by `lp_jax._choice`; devices read it, and solvers two flags of it
+    # cost and memory of a layer, by `lp_jax._choice`. Devices read it; solvers read whether a layer has random bits (`alone`)
+    # and whether its cost is known (`counted`)
     footprint: Any
     # the leaves of the slices with a gradient; times only where they are traced
     differentiable: tuple[bool, ...]
@@ -258,7 +259,7 @@ class Linearised:
         return jax.tree.leaves(pullback), out
 
     def _run(self, kept: Kept, *operands: PyTree) -> tuple[PyTree, Kept]:
-        """Evaluate the second result of `_linearise`; return it, and those arrays of the pullback that depend on the state.
+        """Run `_linearise` from its program. Return its second result, and by name those arrays that depend on the state.
 
         The arrays that were ``kept`` take the places of those that are computed again. All traces compute them by the same
         operations in the same order, so an array is known by its operation, and the order in which JAX keeps arrays does not
@@ -286,8 +287,9 @@ class Linearised:
 
 
 def _from_state(jaxpr: core.Jaxpr, states: int, leaves: int) -> dict[int, str]:
-    """Names of the first results of a program that depend on its first inputs, the state, without the state itself.
+    """Name those of the first results of a program, the pullback's arrays, that depend on its first inputs, the state.
 
+    The state itself gets no name, because the solver has it anyway.
     A name is the operation that computes the result, numbered in the order in which the program computes such results. Other
     operations may differ from trace to trace, as where a number of a layer is converted.
     """

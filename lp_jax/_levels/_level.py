@@ -59,7 +59,8 @@ class Level:
     transfer: Transfer | None = None
     # from one interval's ``xs`` to operands of each step
     expand: Callable[[PyTree, PyTree], PyTree] | None = None
-    # puts the states that entered all layers in the last relaxation into ``xs``; None if the steps need no such states
+    # puts the states at which coarse steps are evaluated (around="trajectory"), those that entered all layers in the last
+    # relaxation, into ``xs``; None if the steps need none
     with_states: Callable[[PyTree, Points], PyTree] | None = None
     # operands of all workers' steps, where the level is solved on every worker
     gathered: PyTree = None
@@ -176,7 +177,7 @@ class Level:
         return dataclasses.replace(self, gathered=self.workers.gather(self.xs, self.span))
 
     def norm(self, residual: "Residual") -> jax.Array:
-        """Return the 2-norm of the residuals of all workers, from what `measure` says of each worker's."""
+        """Return the 2-norm of the residuals of all workers; ``residual`` is this worker's part, made by `measure`."""
         return self.norm_of(self.workers.sum(residual.total))
 
     def norm_of(self, squares: jax.Array) -> jax.Array:
@@ -196,7 +197,7 @@ class Residual(NamedTuple):
     Attributes:
         squares: sums of squared magnitudes over the C-points, for each component, divided by the level's scale so that they
             neither overflow nor vanish; `Level.norm` makes them the 2-norm over all workers.
-        largest: largest magnitude of each component, which a tolerance is compared with; None if changes are.
+        largest: largest magnitude of each component, for ``rtol``; None from solvers whose ``rtol`` is for changes of the states.
     """
 
     squares: State

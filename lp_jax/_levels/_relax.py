@@ -1,7 +1,7 @@
 """The pieces of a cycle (Falgout et al. 2014, Guenther et al. 2020): relaxation and residual; and the way to the coarser level.
 
-They take C-points, leaves ``(intervals, ...)``. F-points are not stored: each function propagates the C-points over them, so
-"F-relaxation, then ..." is part of its computation. Points of the coarser level are the C-points, so injection in time is the
+They take C-points, leaves ``(intervals, ...)``. F-points are not stored: each function computes them again from the C-points,
+which its docstring calls "F-relaxation, then ...". Points of the coarser level are the C-points, so injection in time is the
 identity. The coarse right-hand side and the correction are those of the full approximation scheme (FAS).
 """
 
@@ -45,7 +45,7 @@ def f_relax(level: Level, u: CPoints) -> Points:
     if level.factor == 1:
         return u
     entered = _tree.split(entering(level, level.incoming(u)), level.factor)
-    # the state that enters a step is the one that left the step before
+    # The state that leaves a step enters the next one. So the entering states move by one place, and the C-point comes last.
     left = jax.vmap(functools.partial(_tree.push, reverse=not level.reverse))(entered, u)
     return level.with_c_points(_tree.merge(left), u)
 
@@ -79,7 +79,7 @@ def relaxed(
     else:
         relaxations = rule.count("C")
     if keeps_entered:
-        # The last sweep emits states and the C-relaxations do not, so they are not turns of one loop.
+        # A loop has one body, and only the last sweep emits states, so here the relaxations are unrolled.
         for _ in range(relaxations):
             u = c_relax(level, u, weight)
         incoming = level.incoming(u)
@@ -90,7 +90,7 @@ def relaxed(
         carry: tuple[CPoints, CPoints, CPoints], _: None
     ) -> tuple[tuple[CPoints, CPoints, CPoints], None]:
         u, swept, _ = carry
-        # In the first turn ``swept`` is ``u``, so that only the residual's sweep is done without a C-relaxation.
+        # Each turn blends, then sweeps. The first blend is of ``u`` with itself, so k + 1 turns are k relaxations and a residual.
         u = _tree.blend(weight, swept, u)
         incoming = level.incoming(u)
         return (u, sweep(level, incoming)[0], incoming), None
@@ -114,7 +114,8 @@ def entering(level: Level, incoming: CPoints) -> Points:
     """F-relaxation: the states that enter every step, leaves ``(steps, ...)``, given those that enter the intervals."""
     if level.factor == 1:
         return incoming
-    # One step less is evaluated, as the state after the last step of an interval enters none of its steps.
+    # One step less is evaluated, as the state after the last step of an interval enters none of its steps. So `sweep` leaves one
+    # place empty, which takes the state that it reached.
     last, entered = sweep(level, incoming, advance=_with_incoming(level), count=level.factor - 1)
 
     def with_last(last: jax.Array, entered: jax.Array) -> jax.Array:

@@ -20,7 +20,8 @@ def sweep(
     """Propagate states through the first ``count`` steps of their intervals (by default all), all intervals at once.
 
     It returns the states reached, ``(intervals, ...)``, and the trees that ``advance`` emitted at each step, grouped as by
-    `Level.split`. An ``advance`` is the level's step with something to emit; without one, the step itself is evaluated.
+    `Level.split`, with zeros for steps that are not taken. An ``advance`` is the level's step with something to emit; without
+    one, the step itself is evaluated.
     """
     if level.factor == 1:
         # Intervals of one step are independent steps, without a loop within them.
@@ -141,7 +142,7 @@ def march(level: Level) -> CPoints:
 
 
 def march_and_emit(level: Level, advance: Advance | None) -> tuple[CPoints, PyTree]:
-    """Solve the level step after step. The results are those of `sweep` from exact C-points."""
+    """Solve the level step after step, and return what `sweep` would return from the exact C-points."""
     if level.step is identity and level.factor == 1 and advance is None:
         if level.rhs is None:  # every worker has y0, so that none waits for it
             return _tree.repeat(level.y0, level.intervals), None
@@ -184,11 +185,10 @@ def _marcher(level: Level, advance: Advance | None) -> Run:
 def single(
     level: Level, advance: Advance | None = None
 ) -> Callable[[State, tuple[PyTree, State | None]], tuple[State, PyTree]]:
-    """Propagation through an interval of one step."""
+    """Return the function that takes a state through an interval of one step, right-hand side included."""
 
     def step(u: State, operands: tuple[PyTree, State | None]) -> tuple[State, PyTree]:
         xs, rhs = operands
-        # The step is called directly, not by `Level.advance`, which would be one more call in every traceback.
         u, emitted = (
             advance(u, xs, level.shared) if advance else (level.step(u, xs, level.shared), None)
         )
@@ -232,7 +232,7 @@ def _interval(
 
 
 def _expand(level: Level, xs: PyTree, *at: jax.Array | int) -> tuple[PyTree, tuple]:
-    """Tree with the operands of the interval's steps, and the leading part of their index in it."""
+    """Return ``(tree, index)``, where the operands of step n are ``tree[*index, n]``. States that are recomputed are so here."""
     return (
         (xs, at) if level.expand is None else (level.expand(_tree.take(xs, *at), level.shared), ())
     )

@@ -70,7 +70,7 @@ def solve_adjoint(
     needs_states = any(level.with_states for level in forward)
     # States can be recomputed inside each sweep if both solves cut the chain into the same intervals, and if the intervals are
     # not evaluated all at once, as then all states would be alive together anyway. A single interval that is evaluated layer
-    # by layer counts as not at once, hence the 2.
+    # by layer counts as not at once, although it is all of them, hence the 2.
     recompute = (
         saved.states is None
         and stride == fine.factor > 1
@@ -282,6 +282,7 @@ def gradient_of_aux(
 ) -> tuple[Stacked, tuple[Slices, list[jax.Array]]]:
     """Pull the cotangents of aux back: to the adjoint's right-hand side, and to own and shared operands."""
     # This is one evaluation of each layer at known states, so a batch of layers is differentiated at once.
+    # `without_padding` takes padding out of the batch, so the layers need not check for it.
     forward, sources = emitting(dataclasses.replace(chain, padded=False), aux_cotangents)
     shared, combine_shared = _tree.partition(chain.shared)
 
@@ -314,12 +315,11 @@ def gradient_of_aux(
 def without_padding(
     chain: Chain, layers: Callable[..., tuple[PyTree, PyTree]]
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Let ``layers`` see no padding.
+    """Return ``layers`` for batches with padding, which becomes a copy of the last layer, with cotangents and results of zero.
 
-    It is a function of a batch of layers: of their slices, of the arrays at which they are evaluated, and of cotangents. It
-    returns a sum over the layers, and results of each. A layer may have no finite derivative at the state after the last layer,
-    which enters padding. Padding has the last layer's operands already, so it becomes a copy of that layer, with cotangents of
-    zero.
+    ``layers`` is a function of the slices of a batch of layers, of the arrays at which they are evaluated, and of cotangents. It
+    returns a sum over the layers, and results of each. The state after the last layer enters padding. A layer may have no finite
+    derivative there, and zero times infinity is NaN.
     """
     if not (chain.padded and chain.steps):
         return layers
@@ -327,6 +327,7 @@ def without_padding(
     def within(slices: Slices, at: PyTree, cotangents: PyTree) -> tuple[PyTree, PyTree]:
         inside = slices.index < chain.layers
         x = slices.t, slices.dt, slices.index, at
+        # Padding has the other operands of the last layer already.
         last = _tree.take(x, jnp.maximum(jnp.sum(inside) - 1, 0))
         t, dt, index, at = jax.tree.map(lambda x, y: _tree.where_rows(inside, x, y), x, last)
         slices = slices._replace(t=t, dt=dt, index=index)
@@ -354,6 +355,7 @@ def shared_gradient(
     leaves, combine = _tree.partition(fine.shared)
     if not leaves:
         return []
+    # `without_padding` takes padding out of a batch, so the layers need not check for it.
     batch = dataclasses.replace(fine.chain, padded=False)
     linearised, forward = batch.linearised, emitting(batch, aux_cotangents)[0]
 

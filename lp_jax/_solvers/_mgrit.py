@@ -137,6 +137,7 @@ class MGRIT(Solver):
                 )
 
     def grid(self, steps: int) -> list[tuple[int, int]]:
+        """Number of steps and coarsening factor of each level, finest first; the factor of the coarsest is 1."""
         sizes: list[tuple[int, int]] = []
         while len(sizes) + 1 < self.levels:
             factor = at_level(per_level(self.coarsening), len(sizes))
@@ -209,6 +210,7 @@ class MGRIT(Solver):
         return tuple(levels)
 
     def init(self, levels: Sequence[Level], guess: CPoints | None) -> Start:
+        # With a guess, `resolve` has set ``start="guess"``, so none is lost here.
         if self.start == "cascade":
             kind = "V" if callable(self.cycle) else self.cycle
             return Start(coarse_to_fine(self._scheme, levels, kind), spent=1)
@@ -222,6 +224,7 @@ class MGRIT(Solver):
     def finish(
         self, levels: Sequence[Level], u: CPoints, advance: Advance | None
     ) -> tuple[CPoints, PyTree]:
+        # The final sweep is one more C-relaxation, so it has the same weight.
         swept, emitted = sweep(levels[0], levels[0].incoming(u), advance=advance)
         return _tree.blend(self.c_weight, swept, u), emitted
 
