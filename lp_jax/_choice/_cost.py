@@ -83,17 +83,15 @@ def _flops(equation: core.JaxprEqn, terms: int | None) -> float:
 
 def most_alive(jaxpr: core.Jaxpr) -> int:
     """Return the largest number of bytes of arrays that are alive at the same time in a program. Inputs do not count."""
-    last: dict[core.Var, int] = {}
-    for number, equation in enumerate(jaxpr.eqns):
-        last.update((v, number) for v in variables(equation.invars))
-    # A result lives until the end of the program.
-    last.update((v, len(jaxpr.eqns)) for v in variables(jaxpr.outvars))
-    alive: dict[core.Var, int] = {}
+    inputs = {*jaxpr.constvars, *jaxpr.invars}
+    # From the end of the program on, where its results are alive, an array lives from its last use back to its own operation.
+    alive = {*variables(jaxpr.outvars)} - inputs
     most = 0
-    for number, equation in enumerate(jaxpr.eqns):
-        alive.update((v, nbytes(v)) for v in equation.outvars if v in last)
+    for equation in reversed(jaxpr.eqns):
+        alive |= {*variables(equation.invars)} - inputs
         # The outputs of a called program are alive both inside and outside, and count once.
         within = max(map(most_alive, inside(equation)), default=0)
-        most = max(most, sum(alive.values()) + max(0, within - sum(map(nbytes, equation.outvars))))
-        alive = {v: size for v, size in alive.items() if last[v] > number}
+        outputs = sum(map(nbytes, equation.outvars))
+        most = max(most, sum(map(nbytes, alive)) + max(0, within - outputs))
+        alive -= {*equation.outvars}
     return most
