@@ -4,9 +4,6 @@ import collections
 import dataclasses
 from typing import NamedTuple
 
-# evaluations in a batch of each kind; a Newton iteration evaluates each layer, and its derivative
-EVALUATIONS = {"forward": 1, "linearise": 1, "adjoint": 1, "gradient": 1, "newton": 2}
-
 
 class Event(NamedTuple):
     """Batches or messages of one worker, without synchronisation in between."""
@@ -66,10 +63,11 @@ class Schedule:
 
     def _evaluations(self, kinds: tuple[str, ...]) -> list[tuple[int, int]]:
         """Return the evaluations that wait for each other, and the layers in each, for batches of these kinds."""
+        # An iteration of Newton's method evaluates each layer, and its derivative.
         return [
-            (times * EVALUATIONS[kind], layers)
+            (2 * times if kind == "newton" else times, layers)
             for (kind, layers), times in self.batches.items()
-            if kind in (kinds or EVALUATIONS)
+            if not kinds or kind in kinds
         ]
 
 
