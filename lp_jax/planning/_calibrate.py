@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,10 +65,10 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
         # Where layers run one after another, time is in proportion to their number, so a part of the network is enough.
         enough = math.ceil(_ENOUGH / sum(guess.per_layer))
         timed = _first(problem, min(problem.layers, max(_FEW, enough)))
-    forward, backward = guess.per_layer
+    per_layer = guess.per_layer
     if deadline.allows("serial propagation"):
-        forward, backward = _measure.serial(timed)
-    single = [forward, backward / 2, backward / 2]
+        per_layer = _measure.serial(timed)
+    single = [per_layer[0], per_layer[1] / 2, per_layer[1] / 2]
     sweeps = {}
     for size in guess.at_once[:0:-1]:
         if deadline.allows("sweeps"):
@@ -84,29 +83,33 @@ def measure(problem: Problem, newton: bool, deadline: Deadline) -> Machine:
             for size, seconds in zip(guess.at_once[1:], guess.forward[1:], strict=True)
         }
     rows = dict(sorted({1: single, **sweeps}.items()))
-    times: dict[str, Any] = dict(
-        zip(("forward", "adjoint", "gradient"), zip(*rows.values(), strict=True), strict=True)
-    )
     overhead = guess.overhead
     quarter = few(timed, max(2, guess.examples // 4))
     share = examples_of(quarter.y0) / guess.examples
     if share <= 1 / 4 and deadline.allows("fewer examples"):
-        ratio = sum(_measure.serial(quarter)) / (forward + backward)
+        ratio = sum(_measure.serial(quarter)) / sum(per_layer)
         # The time for a share s of the examples is overhead + (1 - overhead) s,
         # relative to all of them; solved for the overhead.
         overhead = min(1.0, max(0.0, (ratio - share) / (1 - share)))
     iterations: list[float] = []
     if newton and deadline.allows("Newton's method"):
         solver = Newton(iterations=ITERATIONS, batch_axes=1)
-        slow = problem.layers * (forward + backward)
+        slow = problem.layers * sum(per_layer)
         iterations = [_measure.iteration(_first(problem, 2), solver) / 2]
         for fewer, size in itertools.pairwise(rows):
             if iterations[-1] <= slow and deadline.allows("longer runs of Newton's method"):
                 iterations.append(_measure.iteration(_first(problem, size), solver))
             else:  # slower than serial propagation through all layers, or time is over
                 iterations.append(iterations[-1] * size / fewer)
+    forward, adjoint, gradient = zip(*rows.values(), strict=True)
     return dataclasses.replace(
-        guess, at_once=tuple(rows), **times, newton=tuple(iterations) or None, overhead=overhead
+        guess,
+        at_once=tuple(rows),
+        forward=forward,
+        adjoint=adjoint,
+        gradient=gradient,
+        newton=tuple(iterations) or None,
+        overhead=overhead,
     )
 
 
@@ -114,7 +117,7 @@ def _first(problem: Problem, layers: int) -> Problem:
     times = np.asarray(problem.t1, float)
     times = times if times.ndim else np.linspace(problem.t0, times, problem.layers + 1)
     params, data = jax.tree.map(lambda x: x[:layers], (problem.params, problem.data))
-    return dataclasses.replace(problem, params=params, data=data, t1=times[: layers + 1])
+    return problem.replace(params=params, data=data, t1=times[: layers + 1])
 
 
 def interconnect(
