@@ -35,7 +35,7 @@ def relative_error(products: ArrayLike) -> tuple[jax.Array, jax.Array]:
     apart, gg, ee, ge = jnp.asarray(products)
 
     def ratio(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where((a == 0) & (b == 0), jnp.zeros_like(a), a / b)
+        return jnp.where((a == 0) & (b == 0), 0, a / b)
 
     return ratio(jnp.sqrt(apart), jnp.sqrt(ee)), ratio(ge, jnp.sqrt(gg) * jnp.sqrt(ee))
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lp_jax._arrays import _check, _tree
@@ -192,11 +191,12 @@ def choose(
     look(_sweeps(Picard), anyway=True)  # slow here, they may be fast on more devices
     # relaxations keep a solver that is good for a new network good for the trained one
     if machine.newton is not None:
-        methods = (
-            Newton(iterations=10, relaxations=16, rtol=rtol, batch_axes=1)
-            for rtol in _TOLERANCES[1:4]
+        look(
+            [
+                as_pair(Newton(iterations=10, relaxations=16, rtol=rtol, batch_axes=1))
+                for rtol in _TOLERANCES[1:4]
+            ]
         )
-        look([(method, method.for_adjoint()) for method in methods])
     only_serial = sum(c.within(error) for c in choices) == 1
     if probe is not None and only_serial and deadline.left > 0:
         look(_sweeps(Secant))
@@ -258,7 +258,7 @@ def _probe(problem: Problem, cotangent: State | None) -> Probe:
     # The exact gradient is computed once, for the first probe.
     exact = functools.cache(lambda: gradient(*SERIAL)[0])
     distance = jax.jit(
-        lambda g, e: relative_error(functools.reduce(jnp.add, map(inner_products, g, e)))[0]
+        lambda g, e: relative_error(sum(map(inner_products, g, e)))[0]
     )
 
     def probe(solver: Solver, adjoint_solver: Solver) -> Probed:

@@ -250,9 +250,7 @@ class Plan:
 
 def fix_iterations(solvers: Pair, probed: Probed | None) -> Pair:
     """Return the solvers with the probed numbers of iterations instead of tolerances; with three if there was no probe."""
-    taken = (
-        (_UNKNOWN, _UNKNOWN) if probed is None else (probed.iterations, probed.adjoint_iterations)
-    )
+    taken = (_UNKNOWN, _UNKNOWN) if probed is None else probed[1:]
     forward, adjoint = (
         solver.with_effort(max(1, iterations)) if solver.has_tolerance else solver
         for solver, iterations in zip(solvers, taken, strict=True)
