@@ -165,8 +165,7 @@ def sweep(problem: Problem, at_once: int) -> list[float]:
     counts = np.array([[int(stats.iterations) for stats in call()[1:]] for call in calls])
     spent = np.array(seconds(calls))
     # The longer runs differ from the first one in the number of sweeps only, so a difference cancels everything else.
-    forward = (spent[1] - spent[0]) / max(1, counts[1, 0] - counts[0, 0])
-    adjoint = (spent[2] - spent[0]) / max(1, counts[2, 1] - counts[0, 1])
+    forward, adjoint = (spent[1:] - spent[0]) / np.maximum(1, np.diag(counts[1:] - counts[0]))
     # a last evaluation is kept for the adjoint
     gradient = spent[0] - counts[0] @ (forward, adjoint) - forward
     return [max(float(s), _LEAST) for s in (forward, adjoint, gradient)]

@@ -257,9 +257,7 @@ def _probe(problem: Problem, cotangent: State | None) -> Probe:
 
     # The exact gradient is computed once, for the first probe.
     exact = functools.cache(lambda: gradient(*SERIAL)[0])
-    distance = jax.jit(
-        lambda g, e: relative_error(sum(map(inner_products, g, e)))[0]
-    )
+    distance = jax.jit(lambda g, e: relative_error(sum(map(inner_products, g, e)))[0])
 
     def probe(solver: Solver, adjoint_solver: Solver) -> Probed:
         wanted = exact()
