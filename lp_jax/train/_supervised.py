@@ -300,6 +300,42 @@ def parts_of(model: Classifier) -> list[Any]:
     return list(getattr(model.trunk, "parts", [model.trunk]))
 
 
+def inner(
+    model: Classifier, params: PyTree, batch: Batch, loss: Measure = cross_entropy
+) -> tuple[Problem, State]:
+    """Return the problem of a classifier's layers, of the longest block, and the cotangent of its last state."""
+    graphdef = nnx.graphdef(model)
+
+    def length(part: Any) -> int:
+        return getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0
+
+    lengths = list(map(length, parts_of(model)))
+    # The longest block is where layer-parallel solvers gain most, so a plan is made for it.
+    longest = lengths.index(max(lengths))
+
+    def run(y: State, some: list[Any], context: dict[str, PyTree]) -> State:
+        for part in some:
+            y = part.solve(y, **context, solver=Serial()).y1 if hasattr(part, "solve") else part(y)
+        return y
+
+    @jax.jit
+    def around(
+        params: PyTree, x: PyTree, targets: PyTree, keys: dict[str, jax.Array]
+    ) -> tuple[State, PyTree, State]:
+        merged = nnx.merge(graphdef, params)
+        parts = parts_of(merged)
+        context = {**merged.context_of(x), **keys}
+        y = run(merged.opening(x), parts[:longest], context)
+        y1 = run(y, parts[longest : longest + 1], context)
+        # The blocks around it are solved exactly, so that the plan sees the state and the cotangent of the exact network.
+        after = parts[longest + 1 :]
+        cotangent = jax.grad(lambda y: loss(merged.closing(run(y, after, context)), targets))(y1)
+        return y, context, cotangent
+
+    y, context, cotangent = around(params, *split_batch(batch))
+    return parts_of(nnx.merge(graphdef, params))[longest].problem(y, **context), cotangent
+
+
 def plan(
     model: Classifier,
     params: PyTree,
@@ -313,34 +349,5 @@ def plan(
     Arguments are those of `residuals`. The options are those of `lp_jax.plan`: ``error``, ``workers``, ``machine``, ``seconds``
     and others. `classification` has an example.
     """
-    graphdef = nnx.graphdef(model)
-    lengths = [
-        getattr(part, "num_layers", 1) if hasattr(part, "problem") else 0
-        for part in parts_of(model)
-    ]
-    # The longest block is where layer-parallel solvers gain most, so a plan is made for it.
-    longest = lengths.index(max(lengths))
-
-    def run(y: State, some: list[Any], context: dict[str, PyTree]) -> State:
-        for part in some:
-            y = part.solve(y, **context, solver=Serial()).y1 if hasattr(part, "solve") else part(y)
-        return y
-
-    @jax.jit
-    def around(
-        params: PyTree, x: PyTree, targets: PyTree, keys: dict[str, jax.Array]
-    ) -> tuple[State, PyTree, State]:
-        """Return the state that enters the block, what its layers share, and the cotangent of its last state."""
-        merged = nnx.merge(graphdef, params)
-        parts = parts_of(merged)
-        context = {**merged.context_of(x), **keys}
-        y = run(merged.opening(x), parts[:longest], context)
-        y1 = run(y, parts[longest : longest + 1], context)
-        # The blocks around it are solved exactly, so that the plan sees the state and the cotangent of the exact network.
-        after = parts[longest + 1 :]
-        cotangent = jax.grad(lambda y: loss(merged.closing(run(y, after, context)), targets))(y1)
-        return y, context, cotangent
-
-    y, context, cotangent = around(params, *split_batch(batch))
-    problem = parts_of(nnx.merge(graphdef, params))[longest].problem(y, **context)
+    problem, cotangent = inner(model, params, batch, loss)
     return _plan.plan(problem, cotangent=cotangent, **options)

@@ -282,5 +282,5 @@ def test_the_package_does_not_grow():
     ``python tests/helpers/house.py`` prints all sizes.
     """
     sizes = house.sizes()
-    assert sizes["tokens of code in lp_jax"] <= 134_310, sizes
+    assert sizes["tokens of code in lp_jax"] <= 134_370, sizes
     assert sizes["tokens of code in the core"] <= 73_160, sizes
