@@ -58,8 +58,8 @@ class Chain:
     ) -> Callable[..., PyTree]:
         """The layer on a level, or another of the user's steps; with aux it returns ``(u_next, aux)``.
 
-        On the chain of an interval it is always the layer on that interval's level.
-        ``in_turn`` says that layers are evaluated one after another, never in a batch.
+        On the chain of an interval it is always the layer on that interval's level. ``in_turn`` says that layers are evaluated
+        one after another, never in a batch.
         """
         step = dict(self.traced.steps)[which if self.level is None else self.level]
         layers = self.layers if self.padded else None
